@@ -1,0 +1,110 @@
+"""Every error a user can meet has a name here and says what to do.
+
+Each class can be built from one message alone, because ``DataLoader`` rebuilds a worker's exception that way.
+None of them ever carries a password: messages name servers by host, port and database only.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "ConfigurationError",
+    "DataLossError",
+    "DatasetChangedError",
+    "DatasetExistsError",
+    "DatasetNotFoundError",
+    "EmbeddedServerError",
+    "FieldNotFoundError",
+    "InterruptedWriteError",
+    "ProtocolError",
+    "RowIndexError",
+    "SchemaError",
+    "ServerError",
+    "ServerFullError",
+    "ServerTimeoutError",
+    "ServerUnavailableError",
+    "StateError",
+    "TDDatapipesError",
+    "URLError",
+    "ValueTooLargeError",
+]
+
+
+class TDDatapipesError(Exception):
+    """The root: ``except TDDatapipesError`` catches whatever this package raises on its own account."""
+
+
+class ConfigurationError(TDDatapipesError, ValueError):
+    """An argument has a value that cannot work; the message gives the value and the range that can."""
+
+
+class URLError(ConfigurationError):
+    """A URL that names no server or no data set."""
+
+
+class ServerUnavailableError(TDDatapipesError, ConnectionError):
+    """Nobody answers at the address, or the connection broke and could not be made again."""
+
+
+class ServerTimeoutError(TDDatapipesError, TimeoutError):
+    """The server took longer than the deadline; the message says what was waited for."""
+
+
+class AuthenticationError(TDDatapipesError, PermissionError):
+    """The server refuses the user, the password, the certificate, or a command the user may not run."""
+
+
+class ServerError(TDDatapipesError, RuntimeError):
+    """The server answered with an error that has no name of its own here; its text is in the message."""
+
+
+class ServerFullError(ServerError):
+    """The server is at maxmemory and refuses to write; what was there before is still readable."""
+
+
+class ValueTooLargeError(ServerError):
+    """A string is longer than the server takes (``proto-max-bulk-len``)."""
+
+
+class ProtocolError(TDDatapipesError, RuntimeError):
+    """The peer sent bytes that are no reply to what was asked; the connection has been dropped."""
+
+
+class DatasetNotFoundError(TDDatapipesError, LookupError):
+    """No data set of that name; the message lists the names that exist."""
+
+
+class InterruptedWriteError(DatasetNotFoundError):
+    """The name was being written, but the writer never published it."""
+
+
+class DatasetExistsError(TDDatapipesError, FileExistsError):
+    """The name is taken; pass ``overwrite=True`` to publish a new generation in its place."""
+
+
+class DatasetChangedError(TDDatapipesError, RuntimeError):
+    """What was opened is no longer what the name stands for: it was written anew, or its schema changed."""
+
+
+class DataLossError(TDDatapipesError, RuntimeError):
+    """Bytes of a published data set are missing or short on the server: evicted, deleted or overwritten."""
+
+
+class FieldNotFoundError(TDDatapipesError, LookupError):
+    """The data set has no such field; the message lists those it has."""
+
+
+class RowIndexError(TDDatapipesError, IndexError):
+    """A row outside ``[0, rows)``, or an index of a kind that does not select rows."""
+
+
+class SchemaError(TDDatapipesError, ValueError):
+    """A field the schema cannot hold, or a row that does not fit the schema; the message names the field."""
+
+
+class StateError(TDDatapipesError, ValueError):
+    """A saved position that does not fit here; the message names both sides and how to go on."""
+
+
+class EmbeddedServerError(TDDatapipesError, RuntimeError):
+    """The embedded server did not start, or cannot be used from here."""
