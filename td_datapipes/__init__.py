@@ -1,0 +1,41 @@
+"""Train straight out of Redis or Valkey: TensorDicts on a server, read by the loaders PyTorch already has.
+
+from torch.utils.data import DataLoader
+from td_datapipes import RedisTDDataset, write_dataset
+
+write_dataset(td, "redis://localhost:6379/0#name")
+loader = DataLoader(RedisTDDataset("redis://localhost:6379/0#name"), batch_size=256, shuffle=True)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from td_datapipes.collate import register_collate
+
+if TYPE_CHECKING:
+    from td_datapipes.datasets import RedisTDDataset
+    from td_datapipes.writer import write_dataset
+
+__all__ = ["RedisTDDataset", "write_dataset"]
+
+_HOMES = {
+    "RedisTDDataset": "td_datapipes.datasets",
+    "write_dataset": "td_datapipes.writer",
+}
+
+register_collate()
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded where they are first used, so that importing the package stays cheap."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

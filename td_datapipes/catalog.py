@@ -1,0 +1,180 @@
+"""Names and manifests on a server: look up, list, publish, drop. No bulk data moves here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import redis
+
+from td_datapipes.errors import DatasetExistsError, DatasetNotFoundError, InterruptedWriteError
+from td_datapipes.manifest import (
+    NAMES_KEY,
+    Manifest,
+    encode_name,
+    manifest_key,
+    name_from_encoded,
+    staged_key,
+    superseded_key,
+)
+from td_datapipes.server import open_embedded
+from td_datapipes.wire.scripts import load_script
+from td_datapipes.wire.server import Server
+from td_datapipes.wire.url import ServerURL
+
+__all__ = ["collect", "connect", "drop", "find_manifest", "list_names", "load_manifest", "publish"]
+
+SUPERSEDED_SECONDS = 3600.0
+"""How long a superseded generation stays readable for those who have it open."""
+_KEYS_PER_UNLINK = 1000
+
+
+def connect(url: str | ServerURL, *, require_name: bool = True) -> Server:
+    """A server by URL. Nothing is sent yet, but an embedded server is started with the first command."""
+    parsed = url if isinstance(url, ServerURL) else ServerURL.parse(url, require_name=require_name)
+    return Server(parsed, open_embedded)
+
+
+def find_manifest(server: Server, name: str) -> Manifest | None:
+    """What is published under a name, or None."""
+    text = server.call(f"reading the manifest of {name!r}", lambda client: client.get(manifest_key(name)))
+    return None if text is None else Manifest.from_json(text)
+
+
+def load_manifest(server: Server, name: str) -> Manifest:
+    """What is published under a name.
+
+    Raises:
+        InterruptedWriteError: it was being written but never published.
+        DatasetNotFoundError: it does not exist; the message lists the names that do.
+    """
+    manifest = find_manifest(server, name)
+    if manifest is not None:
+        return manifest
+    staged = server.call("looking for interrupted writes", lambda client: client.hlen(staged_key(name)))
+    if staged:
+        raise InterruptedWriteError(
+            f"data set {name!r} at {server.address} was never published: its write is still going on "
+            f"or was interrupted; write it again"
+        )
+    names = list_names(server)
+    known = ", ".join(map(repr, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    raise DatasetNotFoundError(f"there is no data set {name!r} at {server.address}; it has {known or 'none'}")
+
+
+def list_names(server: Server) -> list[str]:
+    """The names of all published data sets, sorted."""
+
+    def command(client: Any) -> list[str]:
+        names = sorted(name_from_encoded(raw) for raw in client.smembers(NAMES_KEY))
+        exists = [bool(client.exists(manifest_key(name))) for name in names]
+        return [name for name, there in zip(names, exists, strict=True) if there]
+
+    return server.call("listing the data sets", command)
+
+
+def stage(server: Server, name: str, staged_id: str, note: str) -> None:
+    """Say that a write of `name` has begun, before its first byte: what a crash leaves behind can then be found."""
+
+    def command(client: redis.Redis) -> None:
+        # The name first: a name without a manifest is harmless, a manifest without its name could not be listed.
+        client.sadd(NAMES_KEY, encode_name(name))
+        client.hset(staged_key(name), staged_id, note)
+
+    server.call(f"beginning to write {name!r}", command)
+
+
+def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes]) -> None:
+    """Take back a write that was not published: its chunks and the word about it."""
+
+    def command(client: redis.Redis) -> None:
+        _unlink(client, keys)
+        client.hdel(staged_key(name), staged_id)
+
+    server.call(f"taking back what was staged of {name!r}", command)
+
+
+def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_id: str) -> None:
+    """Make a manifest what its name stands for, in one step.
+
+    Args:
+        server: where.
+        manifest: the new one.
+        found: what was published when the write began, or None.
+        staged_id: the write's own id; it counts as staged no longer.
+
+    Raises:
+        DatasetExistsError: somebody else published under the name since.
+    """
+    script = load_script("publish")
+    keys = [manifest_key(manifest.name), staged_key(manifest.name), superseded_key(manifest.name)]
+    expected = "" if found is None else f"{found.id} {found.generation}"
+    arguments: list[Any] = [manifest.to_json(), expected, staged_id, repr(time.time())]
+    answer = server.call(
+        f"publishing {manifest.name!r}", lambda client: client.eval(script.source, len(keys), *keys, *arguments)
+    )
+    if answer != b"OK":
+        raise DatasetExistsError(
+            f"data set {manifest.name!r} at {server.address} was published by another writer while this one wrote; "
+            f"nothing of this write was kept. Open what is there, or write again with overwrite=True"
+        )
+
+
+def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SECONDS) -> int:
+    """Remove superseded generations of a name; chunks that a later generation of the same id shares are kept.
+
+    Returns:
+        How many generations were removed.
+    """
+
+    def command(client: Any) -> int:
+        current = find_manifest(server, name)
+        removed = 0
+        for label, value in client.hgetall(superseded_key(name)).items():
+            since, text = value.split(b" ", 1)
+            if time.time() - float(since) < older_than_seconds:
+                continue
+            old = Manifest.from_json(text)
+            if current is None or old.id != current.id:
+                _unlink(client, chunk_keys(old))
+            client.hdel(superseded_key(name), label)
+            removed += 1
+        return removed
+
+    return server.call(f"removing old generations of {name!r}", command)
+
+
+def drop(server: Server, name: str) -> None:
+    """Remove a data set with all its generations. Whoever has it open gets a `DataLossError` from then on.
+
+    Raises:
+        DatasetNotFoundError: there is none of that name.
+    """
+    manifest = load_manifest(server, name)
+
+    def command(client: redis.Redis) -> None:
+        client.delete(manifest_key(name))
+        _unlink(client, chunk_keys(manifest))
+
+    server.call(f"removing {name!r}", command)
+    collect(server, name, older_than_seconds=0)
+    server.call(f"removing {name!r}", lambda client: client.srem(NAMES_KEY, encode_name(name)))
+
+
+def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
+    """The key of every chunk of a generation."""
+    for group, layout in enumerate(manifest.layouts):
+        for chunk in range(layout.num_chunks(manifest.rows)):
+            yield manifest.chunk_key(group, chunk)
+
+
+def _unlink(client: redis.Redis, keys: Iterable[bytes]) -> None:
+    batch: list[bytes] = []
+    for key in keys:
+        batch.append(key)
+        if len(batch) == _KEYS_PER_UNLINK:
+            client.unlink(*batch)
+            batch.clear()
+    if batch:
+        client.unlink(*batch)

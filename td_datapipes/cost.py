@@ -1,0 +1,80 @@
+"""What a read costs: three constants a server, started from measured values and fitted to the first real reads. Pure.
+
+A read of `m` ranges and `b` bytes takes about ``round_trip + m * range + b * byte``. The ratio of the last two says
+which gap is cheaper to read than to skip. Nothing is ever sent just to measure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+__all__ = ["CostModel", "ReadCost"]
+
+_PRIOR = (50e-6, 2e-6, 1e-9)
+"""Seconds a round trip, a range, a byte: loopback and a 2 KB break-even gap, until reads say otherwise."""
+_BOUNDS = ((1e-6, 1.0), (2e-7, 1e-4), (5e-11, 1e-6))
+_MAX_OBSERVATIONS = 64
+_PRIOR_WEIGHT = 0.5
+"""How many observations the prior counts for; it also decides where reads are all alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadCost:
+    """The constants as they stand now.
+
+    Attributes:
+        round_trip_seconds: what every read pays once.
+        range_seconds: what a range costs whatever its size.
+        byte_seconds: what a byte costs.
+    """
+
+    round_trip_seconds: float = _PRIOR[0]
+    range_seconds: float = _PRIOR[1]
+    byte_seconds: float = _PRIOR[2]
+
+    @property
+    def max_gap_bytes(self) -> int:
+        """The longest gap that is cheaper to read than to skip, between 256 B and 64 KiB."""
+        return int(min(max(self.range_seconds / self.byte_seconds, 256), 65536))
+
+    def seconds(self, num_ranges: int, num_bytes: int) -> float:
+        """Estimated duration of a read."""
+        return self.round_trip_seconds + num_ranges * self.range_seconds + num_bytes * self.byte_seconds
+
+
+@dataclass
+class CostModel:
+    """Fits `ReadCost` to observed reads: least squares on relative errors, with the prior as further rows.
+
+    It travels in pickles (a handful of floats), so a worker process starts from what its parent knows.
+    """
+
+    observations: int = 0
+    _normal: np.ndarray = field(default_factory=lambda: _PRIOR_WEIGHT * np.diag(1.0 / np.square(_PRIOR)))
+    _moment: np.ndarray = field(default_factory=lambda: _PRIOR_WEIGHT / np.asarray(_PRIOR))
+    _cost: ReadCost = field(default_factory=ReadCost)
+
+    @property
+    def cost(self) -> ReadCost:
+        """The constants to plan the next read with."""
+        return self._cost
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough reads were seen; later ones need not be timed."""
+        return self.observations >= _MAX_OBSERVATIONS
+
+    def observe(self, num_ranges: int, num_bytes: int, seconds: float) -> None:
+        """Learn from one read that nothing else was in flight with."""
+        if self.settled or seconds <= 0 or num_ranges == 0:
+            return
+        row = np.array([1.0, num_ranges, num_bytes]) / seconds
+        self._normal += np.outer(row, row)
+        self._moment += row
+        self.observations += 1
+        solved = np.linalg.solve(self._normal, self._moment)
+        low, high = np.array(_BOUNDS).T
+        trip, per_range, per_byte = np.clip(solved, low, high).tolist()
+        self._cost = ReadCost(round_trip_seconds=trip, range_seconds=per_range, byte_seconds=per_byte)

@@ -1,0 +1,465 @@
+"""Rows -> ranges, and where each row's bytes stand in the reply stream. Pure: no I/O, no server, no tensor.
+
+A `ReadSpec` says once what a row of the wanted fields is: *segments*, the byte intervals of its records that are
+read, and *copies*, which bytes of a segment are which bytes of an output field. `plan_read` turns rows into a
+`ReadPlan`: *slabs* that are asked for and received one after the other. Each slab lists its ranges in the order of
+their replies, so the position of every byte in the reply stream is known before the first one arrives (RESP2 frames
+a bulk reply of s bytes as ``$s\\r\\n`` + s bytes + ``\\r\\n``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from td_datapipes.cost import ReadCost
+from td_datapipes.manifest import ChunkLayout
+from td_datapipes.schema import ALIGNMENT_BYTES, Key
+
+__all__ = [
+    "STRATEGIES",
+    "Copy",
+    "Output",
+    "ReadPlan",
+    "ReadSpec",
+    "Segment",
+    "Slab",
+    "Strategy",
+    "frame_headers",
+    "plan_read",
+    "wire_length",
+]
+
+Strategy = Literal["auto", "covering", "pipelined", "lua"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "covering", "pipelined", "lua")
+Rows = npt.NDArray[np.int64]
+
+MAX_LUA_RANGES = 4096
+"""Ranges of one Lua call. Lua's stack holds about 8,000 values, and a call blocks the server while it runs."""
+
+_HEADER_EXTRA = 3  # "$", CR, LF
+_TRAILER = 2  # CR, LF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A byte interval of every record of a group that is read.
+
+    Attributes:
+        group: the group's number.
+        piece: which piece of the record, 0 where records are not cut.
+        start_bytes: from the start of that piece.
+        stop_bytes: exclusive.
+    """
+
+    group: int
+    piece: int
+    start_bytes: int
+    stop_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.stop_bytes - self.start_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A field as the batch will hold it: key, dtype and the shape of the part of one row that is kept."""
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Bytes ``[output_start, output_start + nbytes)`` of a row of an output come from a segment, `segment_start` on."""
+
+    output: int
+    output_start: int
+    segment: int
+    segment_start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSpec:
+    """What is read of each row.
+
+    Attributes:
+        segments: in the order in which a row's replies stand.
+        copies: every non-empty output is filled exactly once.
+        outputs: in the schema's order.
+        layouts: how each group is cut into chunks.
+        spare_bytes: how far a range may reach past its chunk's records.
+    """
+
+    segments: tuple[Segment, ...]
+    copies: tuple[Copy, ...]
+    outputs: tuple[Output, ...]
+    layouts: tuple[ChunkLayout, ...]
+    spare_bytes: int
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row that are read."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    @cached_property
+    def wire_lengths(self) -> Rows:
+        """The length each segment is asked for when it is read on its own: see `wire_length`."""
+        return np.array([wire_length(s.nbytes, self.spare_bytes) for s in self.segments], dtype=np.int64)
+
+    @cached_property
+    def period_bytes(self) -> int:
+        """Bytes of the reply stream a row takes when every segment is read on its own."""
+        return int((frame_headers(self.wire_lengths) + self.wire_lengths + _TRAILER).sum())
+
+    @cached_property
+    def period_offsets(self) -> Rows:
+        """Where each segment's bytes start within that period."""
+        headers = frame_headers(self.wire_lengths)
+        ends = np.cumsum(headers + self.wire_lengths + _TRAILER)
+        starts: Rows = np.concatenate([[0], ends[:-1]]).astype(np.int64) + headers
+        return starts
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every copy of a periodic stream can be viewed in its dtype, once the stream starts at `pad_bytes`."""
+        bases = (self.period_offsets + self.pad_bytes).tolist()
+        return all(
+            (bases[copy.segment] + copy.segment_start) % itemsize == 0
+            and self.period_bytes % itemsize == 0
+            and copy.nbytes == self.outputs[copy.output].nbytes
+            for copy in self.copies
+            for itemsize in [self.outputs[copy.output].dtype.itemsize]
+        )
+
+    @cached_property
+    def pad_bytes(self) -> int:
+        """Bytes to leave in front of a stream so that its first record starts at a multiple of 16."""
+        return int(-self.period_offsets[0] % ALIGNMENT_BYTES) if self.segments else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slab:
+    """Ranges that are asked for together and land in one stretch of memory, and who gets which bytes of them.
+
+    Attributes:
+        rows: the rows it holds, each once, in the order of `offsets`.
+        groups: group of each range, in the order of the replies.
+        chunks: chunk of each range.
+        starts: first byte of each range in its chunk.
+        lengths: bytes of each range.
+        prefix: bytes of the reply before the first range's header (a Lua table's ``*n`` line).
+        offsets: where segment ``j`` of row ``i`` of the slab starts in the reply stream, ``[rows, segments]``.
+        periodic: whether the replies are the spec's periods, one a row, in order.
+        positions: the batch rows filled from it: a slice, or one index a row filled.
+        sources: which row of the slab fills each of `positions`; None where they go one to one, in order.
+    """
+
+    rows: Rows
+    groups: Rows
+    chunks: Rows
+    starts: Rows
+    lengths: Rows
+    prefix: bytes
+    offsets: Rows
+    periodic: bool
+    positions: slice | Rows
+    sources: Rows | None
+
+    @cached_property
+    def ends(self) -> Rows:
+        """End of each framed reply in the stream, the prefix counted."""
+        ends: Rows = np.cumsum(frame_headers(self.lengths) + self.lengths + _TRAILER) + len(self.prefix)
+        return ends
+
+    @cached_property
+    def stream_bytes(self) -> int:
+        """Length of the whole reply stream when nothing is missing."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes it asks for."""
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPlan:
+    """How a batch is read.
+
+    Attributes:
+        num_rows: rows of the batch, repeats counted.
+        slabs: in the order they are to be asked for.
+        strategy: what was chosen: ``covering``, ``pipelined`` or ``lua``.
+    """
+
+    num_rows: int
+    slabs: tuple[Slab, ...]
+    strategy: Strategy
+
+    @property
+    def num_ranges(self) -> int:
+        """Ranges over all slabs."""
+        return sum(len(slab.lengths) for slab in self.slabs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes over all slabs."""
+        return sum(slab.num_bytes for slab in self.slabs)
+
+
+def frame_headers(lengths: Rows) -> Rows:
+    """Bytes of the ``$<length>\\r\\n`` header of each bulk reply."""
+    digits = np.ones_like(lengths)
+    bound, top = 10, int(lengths.max(initial=0))
+    while bound <= top:
+        digits += lengths >= bound
+        bound *= 10
+    return digits + _HEADER_EXTRA
+
+
+def wire_length(nbytes: int, spare_bytes: int) -> int:
+    """The shortest length from `nbytes` on whose framed reply is a multiple of 16; `nbytes` where spare is too little.
+
+    Replies that follow each other then all start at the same alignment, and their records can be viewed in place.
+    The step from 3 to 4 digits (and from 1 to 2) leaves a multiple of 16 out, which is why up to 24 bytes are needed.
+    """
+    for length in range(nbytes, nbytes + spare_bytes + 1):
+        if (len(str(length)) + _HEADER_EXTRA + length + _TRAILER) % ALIGNMENT_BYTES == 0:
+            return length
+    return nbytes
+
+
+def plan_read(
+    rows: Rows,
+    spec: ReadSpec,
+    cost: ReadCost,
+    *,
+    strategy: Strategy,
+    slab_bytes: int,
+    atomic: bool = False,
+) -> ReadPlan:
+    """How to read `rows`, in the order given and repeats kept. Pure, no I/O; about n log n.
+
+    Each wanted byte is asked for once, however often its row is repeated. A plan that covers gaps asks for at most
+    ``cost.max_gap_bytes`` more a range it saves.
+
+    Args:
+        rows: row numbers, all within the data set, ``[n]``.
+        spec: what of each row is read.
+        cost: the server's constants.
+        strategy: ``auto`` takes the cheapest of ``covering`` and ``pipelined``; the others force one.
+        slab_bytes: about how much is received before it is copied out; at least one row.
+        atomic: put everything into one slab.
+    """
+    if len(rows) == 0 or not spec.segments:
+        return ReadPlan(num_rows=len(rows), slabs=(), strategy="pipelined")
+    if atomic:
+        slab_bytes = 1 << 62
+    max_gap_bytes = cost.max_gap_bytes
+    order, unique = _sorted_unique(rows)
+    chosen = strategy
+    if strategy == "auto":
+        ranges = _count_covering(unique, spec, max_gap_bytes)
+        # Scattered rows arrive in the order asked for; a covering read pays a sort and finer copies for what it saves.
+        chosen = "covering" if ranges <= 0.75 * len(unique) * len(spec.segments) else "pipelined"
+    if chosen == "pipelined":
+        slabs = _pipelined_slabs(rows, unique, order, spec, slab_bytes)
+    else:
+        most = MAX_LUA_RANGES if chosen == "lua" and not atomic else None
+        slabs = _covering_slabs(rows, unique, order, spec, max_gap_bytes, slab_bytes, most, as_table=chosen == "lua")
+    return ReadPlan(num_rows=len(rows), slabs=tuple(slabs), strategy=chosen)
+
+
+def _sorted_unique(rows: Rows) -> tuple[Rows | None, Rows]:
+    """A stable sorting order (None where the rows are strictly increasing) and the distinct rows, ascending."""
+    if len(rows) < 2 or bool((rows[1:] > rows[:-1]).all()):
+        return None, rows
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    first = np.ones(len(rows), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return order, ordered[first]
+
+
+def _addresses(rows: Rows, segment: Segment, layout: ChunkLayout) -> tuple[Rows, Rows]:
+    """Chunk of each row's segment and where it starts there."""
+    chunk, within = np.divmod(rows, layout.records_per_chunk)
+    return chunk * layout.pieces + segment.piece, within * layout.stride_bytes + segment.start_bytes
+
+
+def _count_covering(unique: Rows, spec: ReadSpec, max_gap_bytes: int) -> int:
+    """How many ranges are left of the rows' segments once gaps are closed."""
+    return sum(len(ranges.starts) for ranges in _merge(unique, spec, max_gap_bytes))
+
+
+def _pipelined_slabs(rows: Rows, unique: Rows, order: Rows | None, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
+    """One range a row and segment, in the order asked for; a repeated row is asked for where it first appears."""
+    asked, fills = rows, None
+    if len(unique) != len(rows):
+        # Stable order: the first of each run of equal rows is the row's first appearance.
+        ordered = rows[order]
+        first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+        appearance = np.sort(order[first])  # type: ignore[index]
+        asked = rows[appearance]
+        rank_of_sorted = np.argsort(np.argsort(order[first]))  # type: ignore[index]
+        fills = np.empty(len(rows), dtype=np.int64)
+        fills[order] = rank_of_sorted[np.cumsum(first) - 1]
+    step = max(1, slab_bytes // spec.period_bytes)
+    for start in range(0, len(asked), step):
+        part = asked[start : start + step]
+        positions: slice | Rows = slice(start, start + len(part))
+        sources = None
+        if fills is not None:
+            positions = np.nonzero((fills >= start) & (fills < start + step))[0]
+            sources = fills[positions] - start
+        yield _periodic_slab(part, spec, positions, sources)
+
+
+def _periodic_slab(rows: Rows, spec: ReadSpec, positions: slice | Rows, sources: Rows | None) -> Slab:
+    n, k = len(rows), len(spec.segments)
+    chunks, starts = np.empty((n, k), dtype=np.int64), np.empty((n, k), dtype=np.int64)
+    for j, segment in enumerate(spec.segments):
+        chunks[:, j], starts[:, j] = _addresses(rows, segment, spec.layouts[segment.group])
+    groups = np.array([segment.group for segment in spec.segments], dtype=np.int64)
+    offsets = np.arange(n, dtype=np.int64)[:, None] * spec.period_bytes + spec.period_offsets
+    return Slab(
+        rows=rows,
+        groups=np.tile(groups, n),
+        chunks=chunks.reshape(-1),
+        starts=starts.reshape(-1),
+        lengths=np.tile(spec.wire_lengths, n),
+        prefix=b"",
+        offsets=offsets,
+        periodic=True,
+        positions=positions,
+        sources=sources,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Merged:
+    """Ranges of one group, and for each (row, segment) of it the range it lies in and its distance from that start."""
+
+    columns: Sequence[int]
+    group: int
+    chunks: Rows
+    starts: Rows
+    lengths: Rows
+    range_of: Rows
+    distance: Rows
+
+
+def _merge(unique: Rows, spec: ReadSpec, max_gap_bytes: int) -> Iterator[_Merged]:
+    """Close the gaps between the segments of ascending rows, group by group."""
+    for group, layout in enumerate(spec.layouts):
+        columns = [j for j, segment in enumerate(spec.segments) if segment.group == group]
+        if not columns:
+            continue
+        chunks = np.empty((len(unique), len(columns)), dtype=np.int64)
+        starts = np.empty_like(chunks)
+        for position, j in enumerate(columns):
+            chunks[:, position], starts[:, position] = _addresses(unique, spec.segments[j], layout)
+        lengths = np.array([spec.segments[j].nbytes for j in columns], dtype=np.int64)
+        flat_chunks, flat_starts = chunks.reshape(-1), starts.reshape(-1)
+        stops = (starts + lengths).reshape(-1)
+        # Rows ascend and so do the segments of a row, so the intervals ascend too: comparing neighbours is enough.
+        fresh = np.ones(len(flat_starts), dtype=bool)
+        fresh[1:] = (flat_chunks[1:] != flat_chunks[:-1]) | (flat_starts[1:] - stops[:-1] > max_gap_bytes)
+        heads = np.nonzero(fresh)[0]
+        last = np.append(heads[1:], len(fresh)) - 1
+        range_of = np.cumsum(fresh) - 1
+        yield _Merged(
+            columns=columns,
+            group=group,
+            chunks=flat_chunks[heads],
+            starts=flat_starts[heads],
+            lengths=stops[last] - flat_starts[heads],
+            range_of=range_of.reshape(chunks.shape),
+            distance=(flat_starts - flat_starts[heads][range_of]).reshape(chunks.shape),
+        )
+
+
+def _covering_slabs(
+    rows: Rows,
+    unique: Rows,
+    order: Rows | None,
+    spec: ReadSpec,
+    max_gap_bytes: int,
+    slab_bytes: int,
+    max_ranges: int | None,
+    *,
+    as_table: bool,
+) -> Iterator[Slab]:
+    """Ascending rows cut into slabs, the gaps within each closed."""
+    cuts = _cut_rows(unique, spec, max_gap_bytes, slab_bytes, max_ranges)
+    ordered = rows if order is None else rows[order]
+    for start, stop in pairwise(cuts):
+        part = unique[start:stop]
+        positions: slice | Rows = slice(start, stop)
+        sources = None
+        if order is not None:
+            low, high = np.searchsorted(ordered, [part[0], part[-1] + 1])
+            positions = order[low:high]
+            sources = np.searchsorted(part, ordered[low:high])
+        yield _covering_slab(part, spec, max_gap_bytes, positions, sources, as_table=as_table)
+
+
+def _cut_rows(unique: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None) -> list[int]:
+    """Where to cut ascending rows so that a slab has about `slab_bytes` and at most `max_ranges` ranges."""
+    stride = sum(layout.stride_bytes for layout in spec.layouts)
+    gaps = np.minimum(np.diff(unique, prepend=unique[:1]) * stride, max_gap_bytes + spec.row_bytes)
+    # Every slab holds at least one row: a row that is longer than a slab makes a slab of its own.
+    slab_of = np.cumsum(np.maximum(gaps, spec.row_bytes)) // max(slab_bytes, spec.row_bytes)
+    cuts = np.nonzero(np.diff(slab_of))[0] + 1
+    bounds = [0, *cuts.tolist(), len(unique)]
+    if max_ranges is None:
+        return bounds
+    step = max(1, max_ranges // len(spec.segments))
+    fine = [range(low, high, step) for low, high in pairwise(bounds)]
+    return [*(cut for part in fine for cut in part), len(unique)]
+
+
+def _covering_slab(
+    rows: Rows,
+    spec: ReadSpec,
+    max_gap_bytes: int,
+    positions: slice | Rows,
+    sources: Rows | None,
+    *,
+    as_table: bool,
+) -> Slab:
+    merged = list(_merge(rows, spec, max_gap_bytes))
+    lengths = np.concatenate([ranges.lengths for ranges in merged])
+    prefix = b"*%d\r\n" % len(lengths) if as_table else b""
+    headers = frame_headers(lengths)
+    data = np.cumsum(headers + lengths + _TRAILER) - lengths - _TRAILER + len(prefix)
+    offsets = np.empty((len(rows), len(spec.segments)), dtype=np.int64)
+    first = 0
+    for ranges in merged:
+        offsets[:, ranges.columns] = data[first + ranges.range_of] + ranges.distance
+        first += len(ranges.lengths)
+    return Slab(
+        rows=rows,
+        groups=np.repeat([ranges.group for ranges in merged], [len(ranges.lengths) for ranges in merged]),
+        chunks=np.concatenate([ranges.chunks for ranges in merged]),
+        starts=np.concatenate([ranges.starts for ranges in merged]),
+        lengths=lengths,
+        prefix=prefix,
+        offsets=offsets,
+        periodic=False,
+        positions=positions,
+        sources=sources,
+    )

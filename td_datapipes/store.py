@@ -1,0 +1,230 @@
+"""Read the rows of an open data set: plan, ask, receive, and say precisely what is wrong where something is."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import redis
+from tensordict import TensorDict
+
+from td_datapipes.assemble import make_sink
+from td_datapipes.catalog import find_manifest
+from td_datapipes.cost import CostModel
+from td_datapipes.errors import (
+    ConfigurationError,
+    DataLossError,
+    DatasetChangedError,
+    ServerUnavailableError,
+    TDDatapipesError,
+)
+from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec
+from td_datapipes.manifest import Manifest
+from td_datapipes.plan import STRATEGIES, ReadPlan, ReadSpec, Rows, Slab, Strategy, plan_read
+from td_datapipes.schema import Field, Key, format_key, new_tensordict
+from td_datapipes.wire.faults import RangeFault, error_from_text
+from td_datapipes.wire.reader import PlanReader, ReadJob, ReadStats
+from td_datapipes.wire.requests import RequestBuilder
+from td_datapipes.wire.scripts import load_script
+from td_datapipes.wire.server import Server
+
+__all__ = ["ReadOptions", "RowReader"]
+
+SLAB_BYTES = 1 << 20
+"""Received before it is copied out: small enough to still be in the processor's cache then."""
+_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How rows are read.
+
+    Attributes:
+        strategy: ``auto``, or the one to force: ``covering``, ``pipelined``, ``lua``.
+        strided: give views of the receive buffer in place of contiguous tensors.
+        pin_memory: give page-locked tensors.
+        atomic: read every batch in one Lua call: one consistent snapshot.
+    """
+
+    strategy: Strategy = "auto"
+    strided: bool = False
+    pin_memory: bool = False
+    atomic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ConfigurationError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
+        if self.atomic and self.strategy not in ("auto", "lua"):
+            raise ConfigurationError(
+                f"atomic=True reads by one Lua call; it cannot be combined with strategy={self.strategy!r}"
+            )
+
+    @property
+    def plan_strategy(self) -> Strategy:
+        """What the planner is told."""
+        return "lua" if self.atomic else self.strategy
+
+
+class RowReader:
+    """Reads rows of one generation. Safe for threads (one read at a time); a forked child dials its own connection.
+
+    Args:
+        server: where the data set lies; owned from here on.
+        manifest: the generation to read.
+        fields: what of each row is read.
+        options: how.
+        costs: what is known of the server's costs.
+    """
+
+    def __init__(
+        self, server: Server, manifest: Manifest, fields: Sequence[Field], options: ReadOptions, costs: CostModel
+    ) -> None:
+        self.server = server
+        self.manifest = manifest
+        self.options = options
+        self.costs = costs
+        self._fields = tuple(fields)
+        self._layout = RecordsLayout(manifest=manifest)
+        parts = [FieldPart.whole(field) for field in fields]
+        self.spec: ReadSpec = build_read_spec(self._layout, parts, costs.cost.max_gap_bytes)
+        kept = {field.key[:depth] for field in fields for depth in range(len(field.key))}
+        everything = len(fields) == len(manifest.schema.fields)
+        self._nodes = tuple(node for node in manifest.schema.nodes if everything or node.key in kept or not node.key)
+        self._stats = ReadStats()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._plans = PlanReader(self.server.dial, RequestBuilder(self._layout.chunk_key), self._stats)
+
+    def read(self, rows: Rows) -> TensorDict:
+        """The rows in the order asked, repeats kept.
+
+        Args:
+            rows: row numbers within the data set, ``[n]``.
+
+        Returns:
+            A TensorDict of batch size ``[n, ...]``.
+
+        Raises:
+            DataLossError, DatasetChangedError: the data are not there as the manifest says.
+            ServerTimeoutError, ServerUnavailableError, AuthenticationError, ServerError: the server failed.
+        """
+        if self._pid != os.getpid():
+            self._reset()
+        with self._lock:
+            plan = self._plan(rows)
+            deadline = time.monotonic() + self.server.timeout_seconds
+            values = self._read(plan, deadline)
+            self._stats.rows += len(rows)
+            self._stats.batches += 1
+        return new_tensordict(values, self._nodes, len(rows))
+
+    def _plan(self, rows: Rows) -> ReadPlan:
+        return plan_read(
+            rows,
+            self.spec,
+            self.costs.cost,
+            strategy=self.options.plan_strategy,
+            slab_bytes=SLAB_BYTES,
+            atomic=self.options.atomic,
+        )
+
+    def _read(self, plan: ReadPlan, deadline: float) -> dict[Key, Any]:
+        """Read a plan, once more if the connection breaks or the server has forgotten the script."""
+        for attempt in range(_ATTEMPTS):
+            sink = make_sink(plan, self.spec, strided=self.options.strided, pin_memory=self.options.pin_memory)
+            began = time.perf_counter()
+            try:
+                self._finish(self._plans.start(plan, sink), plan, deadline)
+            except ServerUnavailableError:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                continue
+            except RangeFault as fault:
+                if not fault.text.startswith("NOSCRIPT") or attempt + 1 == _ATTEMPTS:
+                    raise self._explain(plan, fault) from None
+                self.server.call("loading a script", _load_scripts)
+                continue
+            if not self.costs.settled and plan.strategy != "lua" and plan.slabs:
+                self.costs.observe(plan.num_ranges, plan.num_bytes, time.perf_counter() - began)
+            return sink.result()
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _finish(self, job: ReadJob, plan: ReadPlan, deadline: float) -> None:
+        self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
+
+    def _explain(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
+        """The error for a range that did not come back as asked."""
+        slab = plan.slabs[fault.slab]
+        what = self._describe(slab, fault.index)
+        if fault.text and not fault.text.startswith("WRONGTYPE"):
+            return error_from_text(fault.text, self.server.address, f"reading {what}")
+        with suppress(TDDatapipesError):
+            current = find_manifest(self.server, self.manifest.name)
+            if current is not None and current.id != self.manifest.id:
+                return DatasetChangedError(
+                    f"{what}: data set {self.manifest.name!r} has been written anew since it was opened "
+                    f"({self.manifest.created}, now generation {current.generation}); open it again"
+                )
+        if fault.text:
+            cause = f"the key holds something else ({fault.text}): another program wrote to it"
+        else:
+            cause = self._cause(fault.received_bytes or 0)
+        return DataLossError(
+            f"{what}: {fault.expected_bytes} bytes expected, {fault.received_bytes or 0} received; {cause}"
+        )
+
+    def _describe(self, slab: Slab, index: int) -> str:
+        """Which data set, chunk, fields and rows a range is about."""
+        group, chunk = int(slab.groups[index]), int(slab.chunks[index])
+        layout = self._layout.chunk_layouts[group]
+        first, stop = layout.rows_of(chunk, self.manifest.rows)
+        asked = slab.rows[(slab.rows >= first) & (slab.rows < stop)]
+        names = [format_key(field.key) for field in self.manifest.schema.groups[group].fields if field in self._fields]
+        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        key = self._layout.chunk_key(group, chunk).decode()
+        return (
+            f"data set {self.manifest.name!r} at {self.server.address}, chunk {key} (rows {first} to {stop - 1}; "
+            f"asked for {len(asked)} of them from row {int(asked.min())} on), fields {shown}"
+        )
+
+    def _cause(self, received: int) -> str:
+        """The likely cause of a missing or short chunk, from what the server says of itself."""
+        facts = ""
+        with suppress(TDDatapipesError):
+            info = self.server.call("asking why a chunk is missing", _eviction_facts)
+            if info[1]:
+                facts = f" The server evicts keys: maxmemory-policy is {info[0]}, {info[1]} keys were evicted."
+        state = "is missing or empty" if received == 0 else "is shorter than it was written"
+        return (
+            f"the chunk {state}: it was deleted, evicted (maxmemory) or lost in a restart.{facts} "
+            f"Write the data set again"
+        )
+
+    @property
+    def stats(self) -> ReadStats:
+        """A copy of what was moved so far."""
+        return replace(self._stats)
+
+    def close(self) -> None:
+        """Drop the connections."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._plans.close()
+        self.server.close()
+
+
+def _load_scripts(client: redis.Redis) -> None:
+    client.script_load(load_script("read_ranges").source)
+
+
+def _eviction_facts(client: redis.Redis) -> tuple[str, int]:
+    memory, stats = client.info("memory"), client.info("stats")
+    return str(memory.get("maxmemory_policy", "unknown")), int(stats.get("evicted_keys", 0))

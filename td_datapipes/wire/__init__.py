@@ -1,0 +1,1 @@
+"""The only place with sockets: URLs, connections, replies into buffers, scripts."""

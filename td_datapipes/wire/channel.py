@@ -1,0 +1,134 @@
+"""One connection for bulk data: requests go out and reply streams come in at the same time, in order."""
+
+from __future__ import annotations
+
+import select
+import ssl
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from td_datapipes.errors import ServerTimeoutError, ServerUnavailableError
+
+__all__ = ["Channel", "Exchange"]
+
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, InterruptedError)
+_MAX_WAIT_SECONDS = 3600.0
+
+
+class Exchange(Protocol):
+    """A request and what becomes of its reply. Sans-I/O: it is asked where bytes go and told how many came."""
+
+    @property
+    def request(self) -> Sequence[bytes | memoryview]:
+        """The request's bytes, in parts; a memoryview must not change until the reply is complete."""
+
+    def target(self) -> memoryview:
+        """Where the next bytes go; empty once the reply is complete."""
+
+    def received(self, count: int) -> None:
+        """That many bytes were put into `target`."""
+
+    def stalled(self) -> None:
+        """Nothing more is there for now. Raises where what came already shows that the rest will not come."""
+
+
+class Channel:
+    """Takes over an authenticated redis-py connection and moves bytes over its socket.
+
+    Requests and replies are duplex: whatever can be sent is sent whenever the channel is pumped, so neither side can
+    fill up while it waits for the other. A channel on which anything failed must be closed, never used again.
+
+    Args:
+        connection: a connected redis-py connection with nothing outstanding.
+        address: for messages.
+    """
+
+    def __init__(self, connection: Any, address: str) -> None:
+        self._connection = connection  # keeps the socket alive
+        self._socket = connection._sock
+        self._address = address
+        self._socket.settimeout(0)
+        self._poll = select.poll()
+        self._poll.register(self._socket.fileno(), select.POLLIN)
+        self._unsent: deque[memoryview] = deque()
+        self._awaited: deque[Exchange] = deque()
+
+    @property
+    def num_awaited(self) -> int:
+        """Exchanges whose replies are not complete."""
+        return len(self._awaited)
+
+    def submit(self, exchange: Exchange) -> None:
+        """Queue an exchange and send what the socket takes now. Its reply is received by `advance`."""
+        self._awaited.append(exchange)
+        self._unsent.extend(map(memoryview, exchange.request))
+        self._send()
+
+    def advance(self, deadline: float, doing: str) -> None:
+        """Complete the oldest exchange.
+
+        Args:
+            deadline: on `time.monotonic`'s clock.
+            doing: for messages.
+
+        Raises:
+            ServerTimeoutError: the deadline passed.
+            ServerUnavailableError: the connection broke.
+        """
+        exchange = self._awaited[0]
+        while len(target := exchange.target()):
+            try:
+                count = self._socket.recv_into(target)
+            except _WOULD_BLOCK:
+                exchange.stalled()
+                self._wait(deadline, doing)
+                continue
+            except OSError as error:
+                raise ServerUnavailableError(
+                    f"the connection to {self._address} broke while {doing}: {error}"
+                ) from error
+            if count == 0:
+                raise ServerUnavailableError(f"{self._address} closed the connection while {doing}")
+            exchange.received(count)
+            if self._unsent:
+                self._send()
+        self._awaited.popleft()
+
+    def _send(self) -> None:
+        while self._unsent:
+            data = self._unsent[0]
+            try:
+                count = self._socket.send(data)
+            except _WOULD_BLOCK:
+                return
+            except OSError as error:
+                raise ServerUnavailableError(
+                    f"the connection to {self._address} broke while sending a request: {error}"
+                ) from error
+            if count == len(data):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = data[count:]
+
+    def _wait(self, deadline: float, doing: str) -> None:
+        """Sleep until the socket can be read (or written, while requests are unsent)."""
+        left = min(deadline - time.monotonic(), _MAX_WAIT_SECONDS)
+        if left <= 0:
+            raise ServerTimeoutError(
+                f"{self._address} did not answer in time while {doing}; it may be stopped, busy or far away "
+                f"(raise it with ?socket_timeout=SECONDS in the URL)"
+            )
+        self._poll.modify(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        self._poll.poll(left * 1000 + 1)
+        self._send()
+
+    def close(self) -> None:
+        """Drop the connection, in this process only: the socket is closed, not shut down."""
+        self._unsent.clear()
+        self._awaited.clear()
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            self._connection._sock = None
+            sock.close()

@@ -1,0 +1,93 @@
+"""What redis-py and the server call an error -> what this package calls it, and what to do about it."""
+
+from __future__ import annotations
+
+import redis.exceptions as rex
+
+from td_datapipes.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ProtocolError,
+    ServerError,
+    ServerFullError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    TDDatapipesError,
+    ValueTooLargeError,
+)
+from td_datapipes.wire.url import PASSWORD_VARIABLE
+
+__all__ = ["RangeFault", "error_from_text", "translate"]
+
+
+class RangeFault(Exception):
+    """One range of a read did not come back as asked; the connection has been dropped.
+
+    Attributes:
+        slab: number of the slab in its plan.
+        index: number of the range in the slab.
+        expected_bytes: bytes asked for.
+        received_bytes: bytes that came; None where an error came instead.
+        text: the server's error; empty where a value came.
+    """
+
+    def __init__(self, slab: int, index: int, expected_bytes: int, received_bytes: int | None, text: str = "") -> None:
+        super().__init__(slab, index, expected_bytes, received_bytes, text)
+        self.slab, self.index = slab, index
+        self.expected_bytes, self.received_bytes, self.text = expected_bytes, received_bytes, text
+
+
+def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
+    """The named error for what redis-py raised.
+
+    Args:
+        error: what was raised.
+        address: the server, without credentials.
+        doing: what was being done, as in "while reading the manifest".
+    """
+    text = str(error)
+    if isinstance(error, rex.AuthenticationError | rex.AuthorizationError | rex.NoPermissionError):
+        return _refused(text, address, doing)
+    if isinstance(error, rex.TimeoutError | TimeoutError):
+        return ServerTimeoutError(
+            f"{address} did not answer in time while {doing}; it may be stopped, busy or far away "
+            f"(raise it with ?socket_timeout=SECONDS in the URL)"
+        )
+    if isinstance(error, rex.InvalidResponse):
+        return ProtocolError(f"{address} sent no Redis reply while {doing}: {text[:200]}")
+    if isinstance(error, rex.ConnectionError | OSError):
+        if "CERTIFICATE_VERIFY_FAILED" in text or "SSL" in text:
+            return AuthenticationError(
+                f"TLS with {address} failed while {doing}: {text}; give the authority with ?ssl_ca_certs=FILE"
+            )
+        return ServerUnavailableError(f"no server answers at {address} while {doing}: {text}; is it running there?")
+    if isinstance(error, rex.ResponseError):
+        return error_from_text(text, address, doing)
+    if isinstance(error, TypeError):
+        return ConfigurationError(f"an option of the URL of {address} is not known to redis-py: {text}")
+    return ServerError(f"{address} failed while {doing}: {text}")
+
+
+def error_from_text(text: str, address: str, doing: str) -> TDDatapipesError:
+    """The named error for the text of an error reply."""
+    code = text.split(" ", 1)[0].lstrip("-")
+    if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "invalid password" in text or "without any password" in text:
+        return _refused(text, address, doing)
+    if code == "OOM" or "maxmemory" in text:
+        return ServerFullError(
+            f"{address} is full (maxmemory) while {doing}: {text}; raise maxmemory or remove data sets. "
+            f"Nothing was published, and what was there before is still readable"
+        )
+    if "string exceeds maximum allowed size" in text or "invalid bulk length" in text:
+        return ValueTooLargeError(
+            f"{address} refuses a string of that size while {doing} (proto-max-bulk-len): {text}; "
+            f"write with a smaller chunk_bytes or raise the setting"
+        )
+    return ServerError(f"{address} answered with an error while {doing}: {text}")
+
+
+def _refused(text: str, address: str, doing: str) -> AuthenticationError:
+    return AuthenticationError(
+        f"{address} refused access while {doing}: {text}; give user and password in the URL or the password in "
+        f"{PASSWORD_VARIABLE}, and check the user's permissions"
+    )

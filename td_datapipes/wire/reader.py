@@ -1,0 +1,267 @@
+"""Plans in, filled batches out: asks for slabs ahead of the replies, checks each and hands it to its sink."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from td_datapipes.assemble import BatchSink
+from td_datapipes.errors import ProtocolError, ServerUnavailableError
+from td_datapipes.plan import ReadPlan, Slab
+from td_datapipes.wire.channel import Channel
+from td_datapipes.wire.faults import RangeFault
+from td_datapipes.wire.replies import BulkReply, ErrorReply, ReplyParser, StreamCheck
+from td_datapipes.wire.requests import RequestBuilder
+
+__all__ = ["PlanReader", "ReadJob", "ReadStats"]
+
+Bytes = npt.NDArray[np.uint8]
+
+MAX_IN_FLIGHT_BYTES = 8 << 20
+"""Replies asked for and not received: enough to keep the server busy, little enough for its output buffer."""
+_SPARE_READ_BYTES = 4096
+
+
+@dataclass
+class ReadStats:
+    """What reading has moved so far; see `RedisTDDataset.stats`."""
+
+    rows: int = 0
+    bytes: int = 0
+    ranges: int = 0
+    commands: int = 0
+    batches: int = 0
+    wait_seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class ReadJob:
+    """A plan being read.
+
+    Attributes:
+        plan: what is read.
+        sink: where it goes.
+        request: makes the request of a slab.
+        unsent: slabs not yet asked for.
+        unfinished: slabs not yet received.
+    """
+
+    plan: ReadPlan
+    sink: BatchSink
+    request: Callable[[Slab], bytes]
+    unsent: Iterator[tuple[int, Slab]] = field(init=False)
+    unfinished: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unsent = iter(enumerate(self.plan.slabs))
+        self.unfinished = len(self.plan.slabs)
+
+
+class _Staging:
+    """Memory that slabs are received into before they are copied out; one slab at a time."""
+
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, dtype=np.uint8)
+
+    def stretch(self, nbytes: int) -> Bytes:
+        """At least that many bytes. What an earlier call gave is overwritten."""
+        if len(self._memory) < nbytes or len(self._memory) > 8 * max(nbytes, 1 << 20):
+            self._memory = np.empty(nbytes, dtype=np.uint8)
+        return self._memory[:nbytes]
+
+
+class _SlabExchange:
+    """One slab's request and reply stream (an `Exchange`): straight into memory, checked before any wait."""
+
+    def __init__(self, number: int, slab: Slab, job: ReadJob, staging: _Staging) -> None:
+        self.request = (job.request(slab),)
+        self.job = job
+        self.nbytes = slab.stream_bytes
+        self._number, self._slab, self._staging = number, slab, staging
+        self._got = 0
+        self._stream: Bytes | None = None
+        self._view = memoryview(b"")
+        self._check: StreamCheck | None = None
+        self._parser: _FaultFinder | None = None
+
+    def target(self) -> memoryview:
+        if self._parser is not None:
+            return self._parser.target()
+        if self._stream is None:
+            self._begin()
+        if self._got == self.nbytes:
+            self._finish()
+            return memoryview(b"")
+        return self._view[self._got :]
+
+    def _begin(self) -> None:
+        own = self.job.sink.target(self._slab)
+        self._stream = self._staging.stretch(self.nbytes) if own is None else own
+        self._view = self._stream.data
+
+    def received(self, count: int) -> None:
+        if self._parser is not None:
+            self._parser.received(count)
+        else:
+            self._got += count
+
+    def stalled(self) -> None:
+        if self._parser is None and not self._framed():
+            self._parse_singly()
+
+    def _framed(self) -> bool:
+        if self._check is None:
+            self._check = StreamCheck(self._slab)
+        return self._check.matches(self._stream, self._got)  # type: ignore[arg-type]
+
+    def _finish(self) -> None:
+        if not self._framed():
+            self._parse_singly()
+        self.job.sink.take(self._slab, self._stream)  # type: ignore[arg-type]
+        self.job.unfinished -= 1
+
+    def _parse_singly(self) -> None:
+        """Not what was asked for: read on reply by reply until it is known what came instead."""
+        self._parser = _FaultFinder(self._number, self._slab)
+        self._parser.feed(self._view[: self._got])
+
+
+class _FaultFinder:
+    """Finds the first reply that is not what was asked for, and raises `RangeFault` for it."""
+
+    def __init__(self, number: int, slab: Slab) -> None:
+        self._number, self._slab = number, slab
+        self._replies = ReplyParser(int(slab.lengths.max()) + _SPARE_READ_BYTES)
+        self._scratch = memoryview(bytearray(1 << 16))
+        self._index = -1 if slab.prefix else 0
+
+    def target(self) -> memoryview:
+        return self._scratch
+
+    def received(self, count: int) -> None:
+        self.feed(self._scratch[:count])
+
+    def feed(self, data: memoryview) -> None:
+        self._replies.feed(data)
+        for reply in self._replies.replies():
+            if isinstance(reply, ErrorReply):
+                index = max(self._index, 0)
+                raise RangeFault(self._number, index, int(self._slab.lengths[index]), None, reply.text)
+            if self._index >= 0:
+                self._compare(reply)
+            self._index += 1
+            if self._index == len(self._slab.lengths):
+                raise ProtocolError("the reply stream is framed wrongly, though each of its replies is right")
+
+    def _compare(self, reply: object) -> None:
+        expected = int(self._slab.lengths[self._index])
+        if not isinstance(reply, BulkReply):
+            raise ProtocolError(f"a string of {expected} bytes was asked for, {reply!r} came")
+        received = len(reply.data or b"")
+        if received != expected:
+            raise RangeFault(self._number, self._index, expected, received)
+
+
+class PlanReader:
+    """Reads plans over one channel, in the order they were started; later ones are asked for ahead.
+
+    Not safe for threads: one owner at a time.
+
+    Args:
+        dial: gives a fresh channel.
+        requests: makes requests for the data set's chunks.
+        stats: counted into.
+    """
+
+    def __init__(self, dial: Callable[[], Channel], requests: RequestBuilder, stats: ReadStats) -> None:
+        self._dial = dial
+        self._requests = requests
+        self._channel: Channel | None = None
+        self._jobs: deque[ReadJob] = deque()
+        self._sent: deque[_SlabExchange] = deque()
+        self._in_flight_bytes = 0
+        self._staging = _Staging()
+        self.stats = stats
+
+    def start(self, plan: ReadPlan, sink: BatchSink) -> ReadJob:
+        """Ask for a plan's first slabs, as far as the limit on bytes in flight lets it."""
+        job = ReadJob(plan, sink, self._requests.for_plan(plan))
+        self._jobs.append(job)
+        try:
+            self._ask()
+        except BaseException:
+            self.close()
+            raise
+        return job
+
+    def finish(self, job: ReadJob, deadline: float, doing: str) -> None:
+        """Receive until the job is complete. Jobs started before it complete on the way.
+
+        Args:
+            job: from `start`.
+            deadline: on `time.monotonic`'s clock.
+            doing: for messages.
+
+        Raises:
+            RangeFault: a range did not come back as asked.
+            TDDatapipesError: the connection or the server failed. After any error every started job is void.
+        """
+        began = time.perf_counter()
+        try:
+            if job.unfinished and job not in self._jobs:
+                raise ServerUnavailableError("the connection was dropped before this read was finished")
+            while job.unfinished:
+                self._receive_one(deadline, doing)
+        except BaseException:
+            self.close()
+            raise
+        while self._jobs and not self._jobs[0].unfinished:
+            self._jobs.popleft()
+        self.stats.wait_seconds += time.perf_counter() - began
+
+    def _receive_one(self, deadline: float, doing: str) -> None:
+        self._ask()
+        assert self._channel is not None  # an unfinished job has a slab in flight
+        self._channel.advance(deadline, doing)
+        self._in_flight_bytes -= self._sent.popleft().nbytes
+        self._ask()
+
+    def _ask(self) -> None:
+        for job in self._jobs:
+            while self._in_flight_bytes < MAX_IN_FLIGHT_BYTES:
+                following = next(job.unsent, None)
+                if following is None:
+                    break
+                if self._channel is None:
+                    self._channel = self._dial()
+                exchange = _SlabExchange(*following, job, self._staging)
+                self._in_flight_bytes += exchange.nbytes
+                self._sent.append(exchange)
+                self._channel.submit(exchange)
+                self._count(following[1])
+            else:
+                return
+
+    def _count(self, slab: Slab) -> None:
+        self.stats.commands += 1 if slab.prefix else len(slab.lengths)
+        self.stats.ranges += len(slab.lengths)
+        self.stats.bytes += slab.num_bytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self._jobs
+
+    def close(self) -> None:
+        """Drop the connection and every job that is not finished."""
+        channel, self._channel = self._channel, None
+        self._jobs.clear()
+        self._sent.clear()
+        self._in_flight_bytes = 0
+        if channel is not None:
+            channel.close()

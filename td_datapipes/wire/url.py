@@ -1,0 +1,126 @@
+"""URLs: which server, how to dial it, and which data set on it. No socket is opened here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
+
+from td_datapipes.errors import URLError
+
+__all__ = ["PASSWORD_VARIABLE", "USERNAME_VARIABLE", "ServerURL"]
+
+USERNAME_VARIABLE = "TD_DATAPIPES_USERNAME"
+PASSWORD_VARIABLE = "TD_DATAPIPES_PASSWORD"
+"""Where credentials come from when the URL has none."""
+
+_SCHEMES = {
+    "redis": "redis",
+    "rediss": "rediss",
+    "valkey": "redis",
+    "valkeys": "rediss",
+    "unix": "unix",
+    "embedded": "embedded",
+}
+_SECRETS = ("username", "password", "ssl_password")
+_OURS = ("protocol", "decode_responses", "encoding", "encoding_errors", "legacy_responses", "parser_class")
+"""Options about how replies are shown: this package reads bytes on RESP2, whatever the URL prefers elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerURL:
+    """A server, and the name of a data set on it.
+
+    Its repr has no credentials; neither has its pickle, unless it is on the way to a worker process being spawned.
+
+    Attributes:
+        name: the data set's name (the URL's fragment, percent-decoded); empty where there is none.
+        address: host, port and db, or the socket's path, for messages.
+        folder: the folder of an embedded server, else None.
+        options: keyword arguments for redis-py's connection, credentials left out.
+        credentials: user name and passwords; never shown.
+    """
+
+    name: str
+    address: str
+    folder: Path | None
+    options: Mapping[str, Any]
+    credentials: Mapping[str, str] = field(repr=False, compare=False)
+
+    @classmethod
+    def parse(cls, url: str, *, require_name: bool = True) -> ServerURL:
+        """Read a URL: ``redis://``, ``rediss://``, ``valkey://``, ``valkeys://``, ``unix://`` or ``embedded://``.
+
+        Raises:
+            URLError: another scheme, no data set's name, or an option that redis-py refuses.
+        """
+        if not isinstance(url, str):
+            raise URLError(f"a URL is a string like 'redis://localhost:6379/0#name', not {type(url).__name__}")
+        parts = urlsplit(url)
+        name = unquote(parts.fragment)
+        scheme = _SCHEMES.get(parts.scheme)
+        if scheme is None:
+            known = ", ".join(f"{known}://" for known in _SCHEMES)
+            raise URLError(f"the URL's scheme is {parts.scheme!r}; it must be one of {known}")
+        if require_name and not name:
+            raise URLError(
+                f"the URL of {_address_of(parts.hostname, parts.path)} names no data set; "
+                "add it as the fragment: redis://localhost:6379/0#name"
+            )
+        if scheme == "embedded":
+            return cls._embedded(name, unquote(parts.netloc) + unquote(parts.path))
+        try:
+            plain = urlunsplit((scheme, parts.netloc, parts.path, parts.query, ""))
+            options: dict[str, Any] = parse_url(plain)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise URLError(f"the URL of {_address_of(parts.hostname, parts.path)} cannot be read: {error}") from None
+        credentials = {key: options.pop(key) for key in _SECRETS if key in options}
+        for key in _OURS:
+            options.pop(key, None)
+        return cls(name=name, address=_describe(options), folder=None, options=options, credentials=credentials)
+
+    @classmethod
+    def _embedded(cls, name: str, folder: str) -> ServerURL:
+        if not folder:
+            raise URLError("an embedded server needs a folder: embedded:///path/to/folder#name")
+        path = Path(folder).expanduser().resolve()
+        return cls(name=name, address=f"embedded:{path}", folder=path, options={}, credentials={})
+
+    def connection_options(self) -> dict[str, Any]:
+        """Everything redis-py needs to dial, credentials from the URL or else from the environment."""
+        credentials = dict(self.credentials)
+        if "password" not in credentials and os.environ.get(PASSWORD_VARIABLE):
+            credentials["password"] = os.environ[PASSWORD_VARIABLE]
+            if os.environ.get(USERNAME_VARIABLE):
+                credentials.setdefault("username", os.environ[USERNAME_VARIABLE])
+        return {**self.options, **credentials}
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if get_spawning_popen() is None:
+            state["credentials"] = {}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __str__(self) -> str:
+        return f"{self.address}#{self.name}" if self.name else self.address
+
+
+def _address_of(host: str | None, path: str) -> str:
+    return f"{host or ''}{path}" or "the server"
+
+
+def _describe(options: Mapping[str, Any]) -> str:
+    kind = options.get("connection_class")
+    if kind is UnixDomainSocketConnection:
+        return f"unix:{options.get('path', '')}"
+    scheme = "rediss" if kind is SSLConnection else "redis"
+    return f"{scheme}://{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"

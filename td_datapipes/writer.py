@@ -1,0 +1,310 @@
+"""Write a data set: rows into records, records into chunks, and the manifest last."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import redis
+from tensordict import TensorDictBase, is_tensor_collection
+
+from td_datapipes.catalog import chunk_keys, collect, connect, find_manifest, publish, stage, unstage
+from td_datapipes.errors import (
+    ConfigurationError,
+    DatasetExistsError,
+    SchemaError,
+    ServerFullError,
+    TDDatapipesError,
+    ValueTooLargeError,
+)
+from td_datapipes.layouts import pack_records
+from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
+from td_datapipes.progress import progress_bar
+from td_datapipes.schema import Schema, schema_of
+from td_datapipes.server import wait_persisted
+from td_datapipes.wire.server import Server
+from td_datapipes.wire.url import ServerURL
+from td_datapipes.wire.writer import BulkWriter
+
+__all__ = ["DEFAULT_CHUNK_BYTES", "write_dataset"]
+
+DEFAULT_CHUNK_BYTES = 4 << 20
+MAX_RECORDS_PER_CHUNK = 16384
+"""Keeps the table of range requests small where records are."""
+_SERVER_STRING_BYTES = 512 << 20
+"""What a server takes for one string unless it says otherwise (proto-max-bulk-len)."""
+_SPARE = bytes(SPARE_BYTES)
+_IN_FLIGHT = 2
+
+
+def write_dataset(
+    data: TensorDictBase | Iterable[TensorDictBase],
+    url: str | ServerURL,
+    *,
+    overwrite: bool = False,
+    chunk_bytes: int | None = None,
+    progress: bool | None = None,
+) -> Manifest:
+    """Write rows to a server and publish them as one data set, all or nothing.
+
+    Args:
+        data: a TensorDict (or tensorclass) of batch size ``[rows, ...]``, or an iterable of such batches that together
+            may be larger than memory. The first batch decides the schema.
+        url: server and name, as in ``redis://localhost:6379/0#name``.
+        overwrite: publish in place of what the name stands for now; those who have that open can read on for an hour.
+        chunk_bytes: longest stretch of records in one server string, a multiple of 16; 4 MiB, or less where the
+            server takes less.
+        progress: show a progress bar; by default on a terminal only.
+
+    Returns:
+        What was published.
+
+    Raises:
+        SchemaError: a field that cannot be stored, or a batch that differs from the first; it names the field.
+        DatasetExistsError: the name is taken and `overwrite` is not set, or another writer published meanwhile.
+        ServerFullError, ValueTooLargeError, ServerUnavailableError, AuthenticationError: what the server said.
+            Nothing is published then, and what was staged is removed where the server can still be reached.
+    """
+    server = connect(url)
+    try:
+        return _write(server, data, overwrite=overwrite, chunk_bytes=chunk_bytes, progress=progress)
+    finally:
+        server.close()
+
+
+def _write(
+    server: Server,
+    data: TensorDictBase | Iterable[TensorDictBase],
+    *,
+    overwrite: bool,
+    chunk_bytes: int | None,
+    progress: bool | None,
+) -> Manifest:
+    name = server.url.name
+    found = find_manifest(server, name)
+    if found is not None and not overwrite:
+        raise DatasetExistsError(
+            f"data set {name!r} exists at {server.address} ({found.rows} rows, generation {found.generation}); "
+            f"pass overwrite=True to publish a new generation in its place, or choose another name"
+        )
+    largest = _chunk_bytes(server, chunk_bytes)
+    total, batches = _batches(data)
+    first = next(batches, None)
+    if first is None:
+        raise SchemaError("there is nothing to write: the iterable gave no batch, so there is no schema either")
+    schema = schema_of(first)
+    if total is not None:
+        _check_room(server, schema, total)
+    staging = _Staging(server, name, schema, largest)
+    try:
+        with progress_bar(f"writing {name}", total, progress) as advance:
+            for batch in _chain(first, batches):
+                staging.add(batch)
+                advance(batch.batch_size[0])
+        manifest = staging.finish(found)
+        _persist(server)
+        publish(server, manifest, found, manifest.id)
+    except BaseException:
+        staging.undo()
+        raise
+    _persist(server)
+    if found is not None:
+        collect(server, name)
+    return manifest
+
+
+def _batches(data: TensorDictBase | Iterable[TensorDictBase]) -> tuple[int | None, Iterator[TensorDictBase]]:
+    """How many rows there are, where that is known, and the batches."""
+    if is_tensor_collection(data):
+        batch = _plain(data)
+        return (batch.batch_size[0] if batch.batch_dims else None), iter([batch])
+    if not isinstance(data, Iterable):
+        raise SchemaError(f"rows are a TensorDict or an iterable of TensorDicts, not {type(data).__name__}")
+    return None, map(_plain, data)
+
+
+def _plain(batch: Any) -> TensorDictBase:
+    if isinstance(batch, TensorDictBase):
+        return batch
+    if is_tensor_collection(batch):
+        plain: TensorDictBase = batch.to_tensordict(retain_none=False)
+        return plain
+    raise SchemaError(
+        f"a batch of rows is a TensorDict, not {type(batch).__name__}; wrap a dict: TensorDict(data, batch_size=[rows])"
+    )
+
+
+def _chain(first: TensorDictBase, rest: Iterator[TensorDictBase]) -> Iterator[TensorDictBase]:
+    yield first
+    yield from rest
+
+
+def _chunk_bytes(server: Server, wanted: int | None) -> int:
+    """The longest stretch of records a chunk may hold on this server."""
+    if wanted is not None and (wanted < 16 or wanted % 16):
+        raise ConfigurationError(f"chunk_bytes must be a positive multiple of 16, got {wanted}")
+
+    def command(client: redis.Redis) -> int:
+        try:
+            answer: Any = client.config_get("proto-max-bulk-len")
+        except redis.ResponseError:  # not every user may ask
+            return _SERVER_STRING_BYTES
+        return int(next(iter(answer.values()), _SERVER_STRING_BYTES))
+
+    limit = server.call("asking for proto-max-bulk-len", command) - SPARE_BYTES
+    if wanted is not None and wanted > limit:
+        raise ValueTooLargeError(
+            f"chunk_bytes={wanted} is more than {server.address} takes in one string: proto-max-bulk-len leaves "
+            f"{limit}; pass chunk_bytes={limit // 16 * 16} or less, or raise the setting"
+        )
+    return min(wanted or DEFAULT_CHUNK_BYTES, limit // 16 * 16)
+
+
+def _check_room(server: Server, schema: Schema, rows: int) -> None:
+    """Refuse early what cannot fit; what is close to the limit is left to the server."""
+    needed = sum(group.stride_bytes for group in schema.groups) * rows
+
+    def command(client: redis.Redis) -> tuple[int, int]:
+        try:
+            memory = client.info("memory")
+        except redis.ResponseError:  # not every user may ask
+            return 0, 0
+        return int(memory.get("maxmemory", 0)), int(memory.get("used_memory", 0))
+
+    limit, used = server.call("asking for its memory", command)
+    if limit and needed > limit - used:
+        raise ServerFullError(
+            f"{server.address} has maxmemory={limit} bytes of which {used} are used; this data set needs {needed} "
+            f"beside them (an older generation stays until the new one is published). "
+            "Raise maxmemory or remove data sets"
+        )
+
+
+def _persist(server: Server) -> None:
+    """On the embedded server, wait until what was written is on disk."""
+    if server.url.folder is not None:
+        server.call(
+            "waiting until the data is on disk",
+            lambda client: wait_persisted(client.execute_command, server.timeout_seconds),
+        )
+
+
+class _Staging:
+    """A write under way: chunks under a new id that nothing refers to until the manifest is published."""
+
+    def __init__(self, server: Server, name: str, schema: Schema, chunk_bytes: int) -> None:
+        self._server, self._name, self._schema = server, name, schema
+        # Unguessable and new, so that no two writers and no two generations share a chunk's key.
+        self._id = secrets.token_hex(5)
+        self._layouts = tuple(
+            ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
+        )
+        self._rows = 0
+        note = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
+        stage(server, name, self._id, json.dumps(note))
+        self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, _IN_FLIGHT)
+        self._groups = [
+            _GroupChunks(self._manifest(0, 1), number, self._writer) for number in range(len(schema.groups))
+        ]
+
+    @property
+    def _tags(self) -> tuple[str, ...]:
+        return (f"{self._id}.0",)
+
+    def add(self, batch: TensorDictBase) -> None:
+        """Stage the rows of a batch."""
+        schema = schema_of(batch)
+        if not schema.same_rows(self._schema):
+            raise SchemaError(
+                f"the batch after row {self._rows} differs from the first one: {self._schema.difference(schema)}"
+            )
+        for group in self._groups:
+            group.add(batch)
+        self._rows += batch.batch_size[0]
+
+    def finish(self, found: Manifest | None) -> Manifest:
+        """Send what is left; every byte is confirmed by the server afterwards."""
+        for group in self._groups:
+            group.flush()
+        self._writer.flush()
+        self._writer.close()
+        return self._manifest(self._rows, 1 if found is None else found.generation + 1)
+
+    def undo(self) -> None:
+        """Remove what was staged, as far as the server can be reached; the staged entry tells of the rest."""
+        with suppress(OSError, TDDatapipesError):
+            self._writer.close()
+        with suppress(TDDatapipesError):
+            unstage(self._server, self._name, self._id, chunk_keys(self._manifest(self._rows_begun, 1)))
+
+    @property
+    def _rows_begun(self) -> int:
+        return max((group.rows for group in self._groups), default=0)
+
+    def _manifest(self, rows: int, generation: int) -> Manifest:
+        return Manifest(
+            name=self._name,
+            id=self._id,
+            kind="frozen",
+            generation=generation,
+            rows=rows,
+            schema=self._schema,
+            layouts=self._layouts,
+            tags=self._tags,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+class _GroupChunks:
+    """Collects one group's records and sends a chunk whenever one is full."""
+
+    def __init__(self, manifest: Manifest, number: int, writer: BulkWriter) -> None:
+        self._manifest, self._number, self._writer = manifest, number, writer
+        self._group = manifest.schema.groups[number]
+        self._layout = manifest.layouts[number]
+        self.rows = 0
+        # One buffer more than may be in flight: a buffer is written to again only when its chunk is confirmed.
+        shape = (_IN_FLIGHT + 1, self._layout.records_per_chunk, self._group.stride_bytes)
+        self._buffers: npt.NDArray[np.uint8] | None = None
+        self._shape = shape
+        self._turn = 0
+        self._filled = 0
+
+    def add(self, batch: TensorDictBase) -> None:
+        """Pack the rows of a batch."""
+        if self._group.stride_bytes == 0:
+            return
+        if self._buffers is None:
+            self._buffers = np.zeros(self._shape, dtype=np.uint8)
+        rows, start = batch.batch_size[0], 0
+        while start < rows:
+            take = min(rows - start, self._layout.records_per_chunk - self._filled)
+            out = self._buffers[self._turn, self._filled : self._filled + take]
+            pack_records(batch[start : start + take] if take < rows else batch, self._group, out)
+            self._filled += take
+            self.rows += take
+            start += take
+            if self._filled == self._layout.records_per_chunk:
+                self.flush()
+
+    def flush(self) -> None:
+        """Send the chunk being filled, if it has rows."""
+        if self._filled == 0 or self._buffers is None:
+            return
+        records = self._buffers[self._turn, : self._filled].reshape(-1).data
+        first = (self.rows - self._filled) // self._layout.records_per_chunk * self._layout.pieces
+        step = self._layout.piece_bytes if self._layout.pieces > 1 else len(records)
+        for piece in range(self._layout.pieces):
+            key = self._manifest.chunk_key(self._number, first + piece)
+            self._writer.set(key, [records[piece * step : (piece + 1) * step], _SPARE])
+        self._turn = (self._turn + 1) % len(self._buffers)
+        self._filled = 0
