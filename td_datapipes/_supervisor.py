@@ -231,7 +231,7 @@ def _clean_up() -> None:
         socket.unlink(missing_ok=True)
         if socket.is_absolute():
             socket.parent.rmdir()
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError, TypeError):
         pass  # What is left is found stale, and replaced, by the next start.
     Path(STATE_FILE).unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from td_datapipes.plan import Copy, Output, ReadPlan, ReadSpec, Slab
+from td_datapipes.plan import Copy, Output, PeriodicSlab, ReadPlan, ReadSpec, Slab, Spacing
 from td_datapipes.schema import ALIGNMENT_BYTES, Key
 
 __all__ = ["BatchSink", "ContiguousBatch", "StridedBatch", "make_sink"]
@@ -51,10 +51,12 @@ class ContiguousBatch:
 
     def __init__(self, num_rows: int, spec: ReadSpec, *, pin_memory: bool) -> None:
         self._spec = spec
-        self._tensors = [
-            torch.empty((num_rows, *output.shape), dtype=output.dtype, pin_memory=pin_memory) for output in spec.outputs
-        ]
-        self._bytes = [tensor.view(-1).view(torch.uint8).numpy() for tensor in self._tensors]
+        new = _pinned_field if pin_memory else _new_field
+        self._tensors, self._bytes = [], []
+        for output in spec.outputs:
+            tensor, memory = new(num_rows, output)
+            self._tensors.append(tensor)
+            self._bytes.append(memory)
 
     def target(self, slab: Slab) -> None:
         """Always staging."""
@@ -62,7 +64,7 @@ class ContiguousBatch:
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the slab's rows out, field by field."""
         for copy in self._spec.copies:
-            _copy_rows(slab, self._spec, copy.segment, copy, stream, self._rows(copy))
+            _copy_rows(slab, copy.segment, copy.segment_start, stream, self._rows(copy))
 
     def _rows(self, copy: Copy) -> npt.NDArray[np.void]:
         output = self._spec.outputs[copy.output]
@@ -80,10 +82,12 @@ class StridedBatch:
         self._spec = spec
         self._num_rows = plan.num_rows
         self._pin_memory = pin_memory
-        self._direct = spec.aligned and all(slab.periodic and slab.sources is None for slab in plan.slabs)
+        self._direct = spec.aligned and all(
+            isinstance(slab, PeriodicSlab) and slab.sources is None for slab in plan.slabs
+        )
         if self._direct:
             self._base, self._period = spec.pad_bytes, spec.period_bytes
-            self._segments = (spec.period_offsets + self._base).tolist()
+            self._segments = [start + self._base for start in spec.segment_starts]
         else:
             lengths = [-(-segment.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for segment in spec.segments]
             self._base, self._period = 0, sum(lengths)
@@ -105,9 +109,8 @@ class StridedBatch:
         if self._direct:
             return
         for number, segment in enumerate(self._spec.segments):
-            whole = Copy(output=0, output_start=0, segment=number, segment_start=0, nbytes=segment.nbytes)
             rows = _items(self._bytes, segment.nbytes, self._segments[number], self._period)
-            _copy_rows(slab, self._spec, number, whole, stream, rows)
+            _copy_rows(slab, number, 0, stream, rows)
 
     def result(self) -> dict[Key, torch.Tensor]:
         """The views; a field that a record's cut or a sharded placement leaves in parts is put together first."""
@@ -156,21 +159,31 @@ def _items(memory: Bytes, nbytes: int, offset: int, stride: int) -> npt.NDArray[
     return np.ndarray((count,), f"V{nbytes}", memory, offset, (stride,))
 
 
-def _copy_rows(slab: Slab, spec: ReadSpec, segment: int, copy: Copy, stream: Bytes, rows: npt.NDArray[np.void]) -> None:
-    """Move one copy's bytes of every row of the slab to its place in `rows`."""
-    dtype = f"V{copy.nbytes}"
-    if slab.periodic and slab.sources is None:
-        start = len(slab.prefix) + int(spec.period_offsets[segment]) + copy.segment_start
-        rows[slab.positions] = np.ndarray((len(slab.rows),), dtype, stream, start, (spec.period_bytes,))
+def _copy_rows(slab: Slab, segment: int, start: int, stream: Bytes, rows: npt.NDArray[np.void]) -> None:
+    """Move bytes of every row of the slab, from `start` in a segment on, to its place in `rows`."""
+    offsets = slab.segment_offsets(segment)
+    if isinstance(offsets, Spacing):
+        first, step = offsets.first + start, offsets.step
+        found = np.ndarray((len(slab.rows),), rows.dtype, stream, first, (step,))
+        rows[slab.positions] = found if slab.sources is None else found[slab.sources]
         return
-    offsets = slab.offsets[:, segment] + copy.segment_start
-    step = int(offsets[1] - offsets[0]) if len(offsets) > 1 else copy.nbytes
-    if slab.sources is None and len(slab.lengths) == 1 and bool((offsets[1:] - offsets[:-1] == step).all()):
-        # Adjacent rows in one range: a strided move needs no index and no temporary.
-        rows[slab.positions] = np.ndarray((len(offsets),), dtype, stream, int(offsets[0]), (step,))
-        return
+    offsets = offsets + start
     if slab.sources is not None:
         offsets = offsets[slab.sources]
     # Overlapping windows, one at every byte: indexing them gathers from any offsets, and numpy moves each as a block.
-    windows = np.ndarray((len(stream) - copy.nbytes + 1,), dtype, stream, 0, (1,))
+    windows = np.ndarray((len(stream) - rows.dtype.itemsize + 1,), rows.dtype, stream, 0, (1,))
     rows[slab.positions] = windows[offsets]
+
+
+def _new_field(num_rows: int, output: Output) -> tuple[torch.Tensor, Bytes]:
+    """A contiguous field and its memory. numpy allocates it, which is quicker than a view of torch's."""
+    memory = np.empty(num_rows * output.nbytes, dtype=np.uint8)
+    if not len(memory):
+        return torch.empty((num_rows, *output.shape), dtype=output.dtype), memory
+    return torch.from_numpy(memory).view(output.dtype).view(num_rows, *output.shape), memory
+
+
+def _pinned_field(num_rows: int, output: Output) -> tuple[torch.Tensor, Bytes]:
+    """The same in page-locked memory, from torch's host allocator."""
+    tensor = torch.empty((num_rows, *output.shape), dtype=output.dtype, pin_memory=True)
+    return tensor, tensor.view(-1).view(torch.uint8).numpy()

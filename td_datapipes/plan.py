@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,15 @@ from td_datapipes.schema import ALIGNMENT_BYTES, Key
 __all__ = [
     "STRATEGIES",
     "Copy",
+    "CoveringSlab",
     "Output",
+    "PeriodicSlab",
+    "Ranges",
     "ReadPlan",
     "ReadSpec",
     "Segment",
     "Slab",
+    "Spacing",
     "Strategy",
     "frame_headers",
     "plan_read",
@@ -125,17 +129,21 @@ class ReadSpec:
         return int((frame_headers(self.wire_lengths) + self.wire_lengths + _TRAILER).sum())
 
     @cached_property
-    def period_offsets(self) -> Rows:
+    def wire_bytes(self) -> int:
+        """Bytes asked for a row when every segment is read on its own."""
+        return int(self.wire_lengths.sum())
+
+    @cached_property
+    def segment_starts(self) -> list[int]:
         """Where each segment's bytes start within that period."""
         headers = frame_headers(self.wire_lengths)
         ends = np.cumsum(headers + self.wire_lengths + _TRAILER)
-        starts: Rows = np.concatenate([[0], ends[:-1]]).astype(np.int64) + headers
-        return starts
+        return [int(start) for start in np.concatenate([[0], ends[:-1]]) + headers]
 
     @cached_property
     def aligned(self) -> bool:
         """Whether every copy of a periodic stream can be viewed in its dtype, once the stream starts at `pad_bytes`."""
-        bases = (self.period_offsets + self.pad_bytes).tolist()
+        bases = [start + self.pad_bytes for start in self.segment_starts]
         return all(
             (bases[copy.segment] + copy.segment_start) % itemsize == 0
             and self.period_bytes % itemsize == 0
@@ -147,52 +155,127 @@ class ReadSpec:
     @cached_property
     def pad_bytes(self) -> int:
         """Bytes to leave in front of a stream so that its first record starts at a multiple of 16."""
-        return int(-self.period_offsets[0] % ALIGNMENT_BYTES) if self.segments else 0
+        return -self.segment_starts[0] % ALIGNMENT_BYTES if self.segments else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slab:
+class Slab(Protocol):
     """Ranges that are asked for together and land in one stretch of memory, and who gets which bytes of them.
 
     Attributes:
-        rows: the rows it holds, each once, in the order of `offsets`.
-        groups: group of each range, in the order of the replies.
-        chunks: chunk of each range.
-        starts: first byte of each range in its chunk.
-        lengths: bytes of each range.
+        rows: the rows it holds, each once.
         prefix: bytes of the reply before the first range's header (a Lua table's ``*n`` line).
-        offsets: where segment ``j`` of row ``i`` of the slab starts in the reply stream, ``[rows, segments]``.
-        periodic: whether the replies are the spec's periods, one a row, in order.
+        stream_bytes: length of the whole reply stream when nothing is missing.
+        num_ranges: ranges it asks for.
+        num_bytes: payload bytes it asks for.
         positions: the batch rows filled from it: a slice, or one index a row filled.
         sources: which row of the slab fills each of `positions`; None where they go one to one, in order.
     """
 
-    rows: Rows
+    @property
+    def rows(self) -> Rows: ...
+    @property
+    def prefix(self) -> bytes: ...
+    @property
+    def stream_bytes(self) -> int: ...
+    @property
+    def num_ranges(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def positions(self) -> slice | Rows: ...
+    @property
+    def sources(self) -> Rows | None: ...
+
+    def ranges(self) -> Ranges:
+        """The ranges in the order of their replies."""
+
+    def segment_offsets(self, segment: int) -> Spacing | Rows:
+        """Where that segment of each row starts in the reply stream; evenly spaced, or one offset a row."""
+
+
+@dataclass(frozen=True)
+class Spacing:
+    """Offsets ``first + step * i``."""
+
+    first: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """Byte ranges of chunks, one entry each in four arrays: group, chunk, first byte, length."""
+
     groups: Rows
     chunks: Rows
     starts: Rows
     lengths: Rows
-    prefix: bytes
-    offsets: Rows
-    periodic: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeriodicSlab:
+    """A range of its own for every row and segment: the replies are one period a row, in order (a `Slab`)."""
+
+    rows: Rows
+    spec: ReadSpec
     positions: slice | Rows
     sources: Rows | None
+    prefix: bytes = b""
 
-    @cached_property
-    def ends(self) -> Rows:
-        """End of each framed reply in the stream, the prefix counted."""
-        ends: Rows = np.cumsum(frame_headers(self.lengths) + self.lengths + _TRAILER) + len(self.prefix)
-        return ends
-
-    @cached_property
+    @property
     def stream_bytes(self) -> int:
-        """Length of the whole reply stream when nothing is missing."""
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return len(self.rows) * self.spec.period_bytes
+
+    @property
+    def num_ranges(self) -> int:
+        return len(self.rows) * len(self.spec.segments)
 
     @property
     def num_bytes(self) -> int:
-        """Payload bytes it asks for."""
-        return int(self.lengths.sum())
+        return len(self.rows) * self.spec.wire_bytes
+
+    def ranges(self) -> Ranges:
+        n, k = len(self.rows), len(self.spec.segments)
+        chunks, starts = np.empty((n, k), dtype=np.int64), np.empty((n, k), dtype=np.int64)
+        for j, segment in enumerate(self.spec.segments):
+            chunks[:, j], starts[:, j] = _addresses(self.rows, segment, self.spec.layouts[segment.group])
+        groups = np.array([segment.group for segment in self.spec.segments], dtype=np.int64)
+        return Ranges(
+            groups=np.tile(groups, n),
+            chunks=chunks.reshape(-1),
+            starts=starts.reshape(-1),
+            lengths=np.tile(self.spec.wire_lengths, n),
+        )
+
+    def segment_offsets(self, segment: int) -> Spacing:
+        return Spacing(self.spec.segment_starts[segment], self.spec.period_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoveringSlab:
+    """Ranges that each cover several rows and the gaps between them (a `Slab`).
+
+    Attributes:
+        offsets: for each segment, where it starts in the reply stream: evenly spaced, or one offset a row.
+    """
+
+    rows: Rows
+    covered: Ranges
+    prefix: bytes
+    stream_bytes: int
+    num_bytes: int
+    offsets: tuple[Spacing | Rows, ...]
+    positions: slice | Rows
+    sources: Rows | None
+
+    @property
+    def num_ranges(self) -> int:
+        return len(self.covered.lengths)
+
+    def ranges(self) -> Ranges:
+        return self.covered
+
+    def segment_offsets(self, segment: int) -> Spacing | Rows:
+        return self.offsets[segment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +295,7 @@ class ReadPlan:
     @property
     def num_ranges(self) -> int:
         """Ranges over all slabs."""
-        return sum(len(slab.lengths) for slab in self.slabs)
+        return sum(slab.num_ranges for slab in self.slabs)
 
     @property
     def num_bytes(self) -> int:
@@ -269,18 +352,26 @@ def plan_read(
     if atomic:
         slab_bytes = 1 << 62
     max_gap_bytes = cost.max_gap_bytes
-    order, unique = _sorted_unique(rows)
-    chosen = strategy
     if strategy == "auto":
-        ranges = _count_covering(unique, spec, max_gap_bytes)
-        # Scattered rows arrive in the order asked for; a covering read pays a sort and finer copies for what it saves.
-        chosen = "covering" if ranges <= 0.75 * len(unique) * len(spec.segments) else "pipelined"
-    if chosen == "pipelined":
-        slabs = _pipelined_slabs(rows, unique, order, spec, slab_bytes)
+        strategy = _choose(rows, spec, max_gap_bytes)
+    if strategy == "pipelined":
+        slabs = _pipelined_slabs(rows, spec, slab_bytes)
     else:
-        most = MAX_LUA_RANGES if chosen == "lua" and not atomic else None
-        slabs = _covering_slabs(rows, unique, order, spec, max_gap_bytes, slab_bytes, most, as_table=chosen == "lua")
-    return ReadPlan(num_rows=len(rows), slabs=tuple(slabs), strategy=chosen)
+        most = MAX_LUA_RANGES if strategy == "lua" and not atomic else None
+        slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, as_table=strategy == "lua")
+    return ReadPlan(num_rows=len(rows), slabs=tuple(slabs), strategy=strategy)
+
+
+def _choose(rows: Rows, spec: ReadSpec, max_gap_bytes: int) -> Strategy:
+    """Covering if it saves a quarter of the ranges: it pays a sort, and finer copies, for what it saves.
+
+    Scattered batches are the common case, so this looks at sorted neighbours only: a gap that can be closed is one
+    range less. Chunk borders and gaps within a row, which it leaves out, hardly ever decide.
+    """
+    steps = np.diff(np.sort(rows))
+    widest = max(layout.stride_bytes for layout in spec.layouts)
+    closable = int(np.count_nonzero(steps * widest <= max_gap_bytes + spec.row_bytes))
+    return "covering" if 4 * closable >= len(rows) > 1 or len(rows) == 1 else "pipelined"
 
 
 def _sorted_unique(rows: Rows) -> tuple[Rows | None, Rows]:
@@ -300,23 +391,14 @@ def _addresses(rows: Rows, segment: Segment, layout: ChunkLayout) -> tuple[Rows,
     return chunk * layout.pieces + segment.piece, within * layout.stride_bytes + segment.start_bytes
 
 
-def _count_covering(unique: Rows, spec: ReadSpec, max_gap_bytes: int) -> int:
-    """How many ranges are left of the rows' segments once gaps are closed."""
-    return sum(len(ranges.starts) for ranges in _merge(unique, spec, max_gap_bytes))
-
-
-def _pipelined_slabs(rows: Rows, unique: Rows, order: Rows | None, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
+def _pipelined_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
     """One range a row and segment, in the order asked for; a repeated row is asked for where it first appears."""
     asked, fills = rows, None
-    if len(unique) != len(rows):
-        # Stable order: the first of each run of equal rows is the row's first appearance.
-        ordered = rows[order]
-        first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-        appearance = np.sort(order[first])  # type: ignore[index]
-        asked = rows[appearance]
-        rank_of_sorted = np.argsort(np.argsort(order[first]))  # type: ignore[index]
-        fills = np.empty(len(rows), dtype=np.int64)
-        fills[order] = rank_of_sorted[np.cumsum(first) - 1]
+    ordered = np.sort(rows)
+    if bool((ordered[1:] == ordered[:-1]).any()):
+        distinct, first, which = np.unique(rows, return_index=True, return_inverse=True)
+        appearance = np.argsort(first)
+        asked, fills = distinct[appearance], np.argsort(appearance)[which]
     step = max(1, slab_bytes // spec.period_bytes)
     for start in range(0, len(asked), step):
         part = asked[start : start + step]
@@ -325,28 +407,7 @@ def _pipelined_slabs(rows: Rows, unique: Rows, order: Rows | None, spec: ReadSpe
         if fills is not None:
             positions = np.nonzero((fills >= start) & (fills < start + step))[0]
             sources = fills[positions] - start
-        yield _periodic_slab(part, spec, positions, sources)
-
-
-def _periodic_slab(rows: Rows, spec: ReadSpec, positions: slice | Rows, sources: Rows | None) -> Slab:
-    n, k = len(rows), len(spec.segments)
-    chunks, starts = np.empty((n, k), dtype=np.int64), np.empty((n, k), dtype=np.int64)
-    for j, segment in enumerate(spec.segments):
-        chunks[:, j], starts[:, j] = _addresses(rows, segment, spec.layouts[segment.group])
-    groups = np.array([segment.group for segment in spec.segments], dtype=np.int64)
-    offsets = np.arange(n, dtype=np.int64)[:, None] * spec.period_bytes + spec.period_offsets
-    return Slab(
-        rows=rows,
-        groups=np.tile(groups, n),
-        chunks=chunks.reshape(-1),
-        starts=starts.reshape(-1),
-        lengths=np.tile(spec.wire_lengths, n),
-        prefix=b"",
-        offsets=offsets,
-        periodic=True,
-        positions=positions,
-        sources=sources,
-    )
+        yield PeriodicSlab(rows=part, spec=spec, positions=positions, sources=sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,20 +454,12 @@ def _merge(unique: Rows, spec: ReadSpec, max_gap_bytes: int) -> Iterator[_Merged
 
 
 def _covering_slabs(
-    rows: Rows,
-    unique: Rows,
-    order: Rows | None,
-    spec: ReadSpec,
-    max_gap_bytes: int,
-    slab_bytes: int,
-    max_ranges: int | None,
-    *,
-    as_table: bool,
+    rows: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None, *, as_table: bool
 ) -> Iterator[Slab]:
     """Ascending rows cut into slabs, the gaps within each closed."""
-    cuts = _cut_rows(unique, spec, max_gap_bytes, slab_bytes, max_ranges)
+    order, unique = _sorted_unique(rows)
     ordered = rows if order is None else rows[order]
-    for start, stop in pairwise(cuts):
+    for start, stop in pairwise(_cut_rows(unique, spec, max_gap_bytes, slab_bytes, max_ranges)):
         part = unique[start:stop]
         positions: slice | Rows = slice(start, stop)
         sources = None
@@ -420,6 +473,9 @@ def _covering_slabs(
 def _cut_rows(unique: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None) -> list[int]:
     """Where to cut ascending rows so that a slab has about `slab_bytes` and at most `max_ranges` ranges."""
     stride = sum(layout.stride_bytes for layout in spec.layouts)
+    span = (int(unique[-1] - unique[0]) + 1) * stride
+    if span <= slab_bytes and max_ranges is None:
+        return [0, len(unique)]
     gaps = np.minimum(np.diff(unique, prepend=unique[:1]) * stride, max_gap_bytes + spec.row_bytes)
     # Every slab holds at least one row: a row that is longer than a slab makes a slab of its own.
     slab_of = np.cumsum(np.maximum(gaps, spec.row_bytes)) // max(slab_bytes, spec.row_bytes)
@@ -441,25 +497,76 @@ def _covering_slab(
     *,
     as_table: bool,
 ) -> Slab:
+    run = None if as_table else _adjacent_run(rows, spec, max_gap_bytes)
+    if run is not None:
+        covered, offsets = run
+        prefix, stream_bytes = (
+            b"",
+            len(str(int(covered.lengths[0]))) + _HEADER_EXTRA + int(covered.lengths[0]) + _TRAILER,
+        )
+    else:
+        covered, offsets, prefix, stream_bytes = _merged_ranges(rows, spec, max_gap_bytes, as_table=as_table)
+    return CoveringSlab(
+        rows=rows,
+        covered=covered,
+        prefix=prefix,
+        stream_bytes=stream_bytes,
+        num_bytes=int(covered.lengths.sum()),
+        offsets=tuple(offsets),
+        positions=positions,
+        sources=sources,
+    )
+
+
+def _adjacent_run(rows: Rows, spec: ReadSpec, max_gap_bytes: int) -> tuple[Ranges, list[Spacing | Rows]] | None:
+    """One range for adjacent rows within one chunk, the case of every read in order; None for any other rows."""
+    first, last = int(rows[0]), int(rows[-1])
+    group = spec.segments[0].group
+    layout = spec.layouts[group]
+    if (
+        last - first + 1 != len(rows)
+        or layout.pieces > 1
+        or first // layout.records_per_chunk != last // layout.records_per_chunk
+        or any(segment.group != group for segment in spec.segments)
+    ):
+        return None
+    low, high = spec.segments[0].start_bytes, spec.segments[-1].stop_bytes
+    inner = [after.start_bytes - before.stop_bytes for before, after in pairwise(spec.segments)]
+    if len(rows) > 1:
+        inner.append(layout.stride_bytes - high + low)
+    if any(gap > max_gap_bytes for gap in inner):
+        return None
+    start = first % layout.records_per_chunk * layout.stride_bytes + low
+    length = (last - first) * layout.stride_bytes + high - low
+    header = len(str(length)) + _HEADER_EXTRA
+    ranges = Ranges(
+        groups=np.array([group]),
+        chunks=np.array([first // layout.records_per_chunk]),
+        starts=np.array([start]),
+        lengths=np.array([length]),
+    )
+    return ranges, [Spacing(header + segment.start_bytes - low, layout.stride_bytes) for segment in spec.segments]
+
+
+def _merged_ranges(
+    rows: Rows, spec: ReadSpec, max_gap_bytes: int, *, as_table: bool
+) -> tuple[Ranges, list[Spacing | Rows], bytes, int]:
+    """The ranges of ascending rows, each segment's offsets in the reply stream, its prefix and its length."""
     merged = list(_merge(rows, spec, max_gap_bytes))
     lengths = np.concatenate([ranges.lengths for ranges in merged])
     prefix = b"*%d\r\n" % len(lengths) if as_table else b""
-    headers = frame_headers(lengths)
-    data = np.cumsum(headers + lengths + _TRAILER) - lengths - _TRAILER + len(prefix)
-    offsets = np.empty((len(rows), len(spec.segments)), dtype=np.int64)
+    ends = np.cumsum(frame_headers(lengths) + lengths + _TRAILER) + len(prefix)
+    data = ends - lengths - _TRAILER
+    offsets: list[Spacing | Rows] = [rows] * len(spec.segments)
     first = 0
     for ranges in merged:
-        offsets[:, ranges.columns] = data[first + ranges.range_of] + ranges.distance
+        for position, column in enumerate(ranges.columns):
+            offsets[column] = data[first + ranges.range_of[:, position]] + ranges.distance[:, position]
         first += len(ranges.lengths)
-    return Slab(
-        rows=rows,
+    covered = Ranges(
         groups=np.repeat([ranges.group for ranges in merged], [len(ranges.lengths) for ranges in merged]),
         chunks=np.concatenate([ranges.chunks for ranges in merged]),
         starts=np.concatenate([ranges.starts for ranges in merged]),
         lengths=lengths,
-        prefix=prefix,
-        offsets=offsets,
-        periodic=False,
-        positions=positions,
-        sources=sources,
     )
+    return covered, offsets, prefix, int(ends[-1])

@@ -310,17 +310,14 @@ def new_tensordict(values: Mapping[Key, Any], nodes: Sequence[Node], rows: int |
     contents: dict[Key, dict[str, Any]] = {node.key: {} for node in nodes}
     for key, value in values.items():
         contents[key[:-1]][key[-1]] = value
-    result = TensorDict()
-    for node in reversed(nodes):  # children first, so that a parent takes them finished
-        names = node.names if rows is not None or node.names is None else node.names[1:]
-        result = TensorDict(
-            contents[node.key],
-            batch_size=(*lead, *node.batch_shape),
-            names=list(names) if names else None,  # type: ignore[arg-type]
-        )
-        if node.key:
-            contents[node.key[:-1]][node.key[-1]] = result
-    return result
+    for node in nodes[:0:-1]:  # children first, so that a parent takes them finished
+        contents[node.key[:-1]][node.key[-1]] = _node_tensordict(contents[node.key], node, lead)
+    return _node_tensordict(contents[()], nodes[0], lead)
+
+
+def _node_tensordict(contents: dict[str, Any], node: Node, lead: tuple[int, ...]) -> TensorDict:
+    names = node.names if lead or node.names is None else node.names[1:]
+    return TensorDict(contents, batch_size=(*lead, *node.batch_shape), names=list(names) if names else None)  # type: ignore[arg-type]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -252,13 +252,14 @@ def _ensure_running(folder: Path, deadline: float) -> str:
             pid = _answering_pid(folder)
             if supervised and pid is not None:
                 return _socket_path(folder)
-            if not supervised:
+            alive = supervised or not _supervisor.is_free(folder / _supervisor.SERVER_LOCK)
+            if not alive:
                 if started:
                     raise EmbeddedServerError(f"the embedded server of {folder} ended at once{_last_words(folder)}")
-                alive = not _supervisor.is_free(folder / _supervisor.SERVER_LOCK)
-                if not alive or pid is not None:
-                    _start_supervisor(folder, pid if alive else None)
-                    started = True
+                _start_supervisor(folder, None)
+                started = True
+            elif not supervised and pid is not None:
+                _start_supervisor(folder, pid)
             if time.monotonic() > deadline:
                 raise EmbeddedServerError(
                     f"the embedded server of {folder} did not answer in time; pass a longer timeout_seconds if it is "
@@ -299,6 +300,8 @@ def _lock(path: Path, kind: int, deadline: float, waiting_for: str) -> int:
 
 
 def _start_supervisor(folder: Path, pid_to_adopt: int | None) -> None:
+    if not sys.executable:
+        raise EmbeddedServerError("an embedded server needs a Python to run its supervisor: sys.executable is not set")
     command = [sys.executable, "-I", "-S", _supervisor.__file__, str(folder), str(_binary())]
     command += [] if pid_to_adopt is None else [str(pid_to_adopt)]
     with (folder / _supervisor.LOG_FILE).open("ab") as log:
@@ -334,7 +337,8 @@ def _answering_pid(folder: Path) -> int | None:
     """The process id of the server, None while there is none, or while it loads its data."""
     try:
         info = _call(_socket_path(folder), time.monotonic() + 1.0, "INFO", "server")
-    except (OSError, ValueError, LookupError, redis.ConnectionError, redis.TimeoutError):
+    except (OSError, ValueError, LookupError, TypeError, redis.ConnectionError, redis.TimeoutError):
+        # No file, a file of something else, nobody at the socket, or a server that is still loading.
         return None
     return int(info["process_id"])
 

@@ -183,7 +183,8 @@ class RowReader:
 
     def _describe(self, slab: Slab, index: int) -> str:
         """Which data set, chunk, fields and rows a range is about."""
-        group, chunk = int(slab.groups[index]), int(slab.chunks[index])
+        ranges = slab.ranges()
+        group, chunk = int(ranges.groups[index]), int(ranges.chunks[index])
         layout = self._layout.chunk_layouts[group]
         first, stop = layout.rows_of(chunk, self.manifest.rows)
         asked = slab.rows[(slab.rows >= first) & (slab.rows < stop)]

@@ -15,7 +15,7 @@ from td_datapipes.errors import ProtocolError, ServerUnavailableError
 from td_datapipes.plan import ReadPlan, Slab
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.faults import RangeFault
-from td_datapipes.wire.replies import BulkReply, ErrorReply, ReplyParser, StreamCheck
+from td_datapipes.wire.replies import BulkReply, ErrorReply, ReplyParser, StreamCheck, stream_check
 from td_datapipes.wire.requests import RequestBuilder
 
 __all__ = ["PlanReader", "ReadJob", "ReadStats"]
@@ -116,7 +116,7 @@ class _SlabExchange:
 
     def _framed(self) -> bool:
         if self._check is None:
-            self._check = StreamCheck(self._slab)
+            self._check = stream_check(self._slab)
         return self._check.matches(self._stream, self._got)  # type: ignore[arg-type]
 
     def _finish(self) -> None:
@@ -135,8 +135,9 @@ class _FaultFinder:
     """Finds the first reply that is not what was asked for, and raises `RangeFault` for it."""
 
     def __init__(self, number: int, slab: Slab) -> None:
-        self._number, self._slab = number, slab
-        self._replies = ReplyParser(int(slab.lengths.max()) + _SPARE_READ_BYTES)
+        self._number = number
+        self._lengths = slab.ranges().lengths.tolist()
+        self._replies = ReplyParser(max(self._lengths) + _SPARE_READ_BYTES)
         self._scratch = memoryview(bytearray(1 << 16))
         self._index = -1 if slab.prefix else 0
 
@@ -151,15 +152,15 @@ class _FaultFinder:
         for reply in self._replies.replies():
             if isinstance(reply, ErrorReply):
                 index = max(self._index, 0)
-                raise RangeFault(self._number, index, int(self._slab.lengths[index]), None, reply.text)
+                raise RangeFault(self._number, index, self._lengths[index], None, reply.text)
             if self._index >= 0:
                 self._compare(reply)
             self._index += 1
-            if self._index == len(self._slab.lengths):
+            if self._index == len(self._lengths):
                 raise ProtocolError("the reply stream is framed wrongly, though each of its replies is right")
 
     def _compare(self, reply: object) -> None:
-        expected = int(self._slab.lengths[self._index])
+        expected = self._lengths[self._index]
         if not isinstance(reply, BulkReply):
             raise ProtocolError(f"a string of {expected} bytes was asked for, {reply!r} came")
         received = len(reply.data or b"")
@@ -248,8 +249,8 @@ class PlanReader:
                 return
 
     def _count(self, slab: Slab) -> None:
-        self.stats.commands += 1 if slab.prefix else len(slab.lengths)
-        self.stats.ranges += len(slab.lengths)
+        self.stats.commands += 1 if slab.prefix else slab.num_ranges
+        self.stats.ranges += slab.num_ranges
         self.stats.bytes += slab.num_bytes
 
     @property

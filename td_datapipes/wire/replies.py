@@ -1,6 +1,6 @@
 """Bytes in, replies out (sans-I/O): check a stream whose shape is known, or parse one reply by reply.
 
-`StreamCheck` is the fast path. The plan knows the length of every reply, so the whole reply stream is received into
+`stream_check` is the fast path. The plan knows the length of every reply, so the whole reply stream is received into
 one buffer and only the bytes between the values are looked at, all at once, as they arrive. `ReplyParser` is the slow
 path, taken on the first byte that is not as expected: it reads RESP2 replies one by one and says what came instead.
 """
@@ -10,59 +10,101 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from td_datapipes.errors import ProtocolError
-from td_datapipes.plan import Rows, Slab, frame_headers
+from td_datapipes.plan import PeriodicSlab, Slab
 
-__all__ = ["NEED_DATA", "BulkReply", "ErrorReply", "NeedData", "OtherReply", "Reply", "ReplyParser", "StreamCheck"]
+__all__ = [
+    "NEED_DATA",
+    "BulkReply",
+    "ErrorReply",
+    "NeedData",
+    "OtherReply",
+    "Reply",
+    "ReplyParser",
+    "StreamCheck",
+    "stream_check",
+]
 
 MAX_LINE_BYTES = 64 * 1024
 """A reply line (an error's text, a length) longer than this is no reply of a server we know."""
 
 
 @lru_cache(maxsize=4096)
-def _token(length: int) -> bytes:
-    """What stands between the value before and a value of `length` bytes."""
-    return b"\r\n$%d\r\n" % length
+def _header(length: int) -> bytes:
+    return b"$%d\r\n" % length
 
 
-class StreamCheck:
-    """Compares the framing bytes of a slab's reply stream with what they must be.
-
-    Args:
-        slab: the ranges asked for.
-    """
-
-    def __init__(self, slab: Slab) -> None:
-        headers = frame_headers(slab.lengths)
-        # What stands before each value, the CRLF of the value before it included; last, the final CRLF.
-        widths = headers + 2
-        widths[0] += len(slab.prefix) - 2
-        starts = slab.ends - slab.lengths - 2 - headers - 2
-        starts[0] = 0
-        if slab.periodic:
-            width = slab.offsets.shape[1]
-            tokens = b"".join(map(_token, slab.lengths[:width].tolist())) * len(slab.rows)
-        else:
-            tokens = b"".join(map(_token, slab.lengths.tolist()))
-        text = slab.prefix + tokens[2:] + b"\r\n"
-        total = int(widths.sum())
-        firsts = np.cumsum(widths) - widths
-        positions = np.arange(total, dtype=np.int64) + np.repeat(starts - firsts, widths)
-        self._positions: Rows = np.append(positions, [slab.stream_bytes - 2, slab.stream_bytes - 1])
-        self._expected: npt.NDArray[np.uint8] = np.frombuffer(text, dtype=np.uint8)
-        self._checked = 0
+class StreamCheck(Protocol):
+    """Compares the framing bytes of a slab's reply stream with what they must be, as they arrive."""
 
     def matches(self, stream: npt.NDArray[np.uint8], received: int) -> bool:
         """Whether the first `received` bytes are framed as expected. Bytes that passed are not looked at again."""
+
+
+def stream_check(slab: Slab) -> StreamCheck:
+    """The check for a slab."""
+    return _PeriodicCheck(slab) if isinstance(slab, PeriodicSlab) else _ListCheck(slab)
+
+
+class _PeriodicCheck:
+    """For streams that repeat: each header and each line end is compared in all periods at once."""
+
+    def __init__(self, slab: PeriodicSlab) -> None:
+        self._count, self._period = len(slab.rows), slab.spec.period_bytes
+        self._marks: list[tuple[int, bytes]] = []
+        for start, length in zip(slab.spec.segment_starts, slab.spec.wire_lengths.tolist(), strict=True):
+            header = _header(length)
+            self._marks += [(start - len(header), header), (start + length, b"\r\n")]
+        self._passed = [0] * len(self._marks)
+
+    def matches(self, stream: npt.NDArray[np.uint8], received: int) -> bool:
+        for number, (at, mark) in enumerate(self._marks):
+            whole = min(max((received - at - len(mark)) // self._period + 1, 0), self._count)
+            begin = self._passed[number]
+            if whole > begin:
+                shape, first = (whole - begin,), at + begin * self._period
+                # A mark ends in a line feed, so a NUL in its place (which numpy strips from the end) cannot hide.
+                found = np.ndarray(shape, f"S{len(mark)}", stream, first, (self._period,))
+                if not (found == mark).all():
+                    return False
+                self._passed[number] = whole
+            start = at + whole * self._period
+            if (
+                whole < self._count
+                and start < received
+                and stream[start:received].tobytes() != mark[: received - start]
+            ):
+                return False
+        return True
+
+
+class _ListCheck:
+    """For any other stream: the framing bytes and their positions are listed once."""
+
+    def __init__(self, slab: Slab) -> None:
+        lengths = slab.ranges().lengths
+        headers = [_header(length) for length in lengths.tolist()]
+        self._expected = np.frombuffer(slab.prefix + b"\r\n".join(headers) + b"\r\n", dtype=np.uint8)
+        widths = np.fromiter(map(len, headers), dtype=np.int64, count=len(headers)) + 2
+        widths[0] += len(slab.prefix) - 2
+        # Before each value stand the line end of the value before it (the prefix, before the first) and its header;
+        # the values shift all that follows.
+        shifts = np.repeat(np.cumsum(lengths) - lengths, widths)
+        end = slab.stream_bytes
+        self._positions = np.concatenate([np.arange(len(shifts)) + shifts, [end - 2, end - 1]])
+        self._passed = 0
+
+    def matches(self, stream: npt.NDArray[np.uint8], received: int) -> bool:
         upto = int(np.searchsorted(self._positions, received))
-        part = slice(self._checked, upto)
+        part = slice(self._passed, upto)
         if not np.array_equal(stream[self._positions[part]], self._expected[part]):
             return False
-        self._checked = upto
+        self._passed = upto
         return True
 
 

@@ -1,0 +1,75 @@
+"""Servers for every test that asks for one: started once a session, emptied before each test."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+from servers import ClusterProcess, ServerProcess, make_certificates, start_cluster
+
+# The machines that run the tests have few cores, and several processes of one test share them.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ServerProcess]:
+    """The wheel's valkey-server, without persistence. Shared: use `server` to get it emptied."""
+    with ServerProcess("valkey", unix_socket=True) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[ServerProcess]:
+    """Debian's redis-server, without persistence. Shared: use `server` to get it emptied."""
+    with ServerProcess("redis", unix_socket=True) as process:
+        yield process
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def server(request: pytest.FixtureRequest) -> ServerProcess:
+    """Each kind of server in turn, running and empty."""
+    process: ServerProcess = request.getfixturevalue(f"{request.param}_server")
+    _ready(process).flush()
+    return process
+
+
+@pytest.fixture(scope="session")
+def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Debian's redis-server speaking TLS only; the URL names the authority's file."""
+    certificates = make_certificates(tmp_path_factory.mktemp("certificates"))
+    with ServerProcess("redis", tls=certificates) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[ClusterProcess]:
+    """Three masters, started when the first test asks. Shared: use `cluster` to get it emptied."""
+    with start_cluster(masters=3) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def cluster(shared_cluster: ClusterProcess) -> ClusterProcess:
+    """Three masters, running and empty."""
+    for node in shared_cluster.nodes:
+        _ready(node)
+    shared_cluster.wait_ok()
+    shared_cluster.flush()
+    return shared_cluster
+
+
+@pytest.fixture
+def unique_name() -> str:
+    """A data set's name that nobody else uses."""
+    return f"test/{uuid.uuid4().hex}"
+
+
+def _ready(process: ServerProcess) -> ServerProcess:
+    # An earlier test may have paused or killed it.
+    if process.running:
+        process.resume()
+    else:
+        process.restart()
+    return process
