@@ -27,7 +27,15 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BatchSink(Protocol):
-    """Takes the slabs of one plan and ends up holding the batch."""
+    """Takes the slabs of one plan and ends up holding the batch.
+
+    Attributes:
+        tensors: the fields of the batch, each ``[rows, ...]``. They exist from the start, so the batch can be put
+            together while its bytes are on the way; their values are there after `seal`.
+    """
+
+    @property
+    def tensors(self) -> dict[Key, torch.Tensor]: ...
 
     def target(self, slab: Slab) -> Bytes | None:
         """The stretch of the batch's own memory that the slab's reply stream is received into; None for staging."""
@@ -35,8 +43,8 @@ class BatchSink(Protocol):
     def take(self, slab: Slab, stream: Bytes) -> None:
         """The slab has arrived whole: `stream` is its reply stream, checked. It may be overwritten afterwards."""
 
-    def result(self) -> dict[Key, torch.Tensor]:
-        """The fields of the batch, each ``[rows, ...]``, once every slab was taken."""
+    def seal(self) -> None:
+        """Every slab was taken: what is left to do before `tensors` are right."""
 
 
 def make_sink(plan: ReadPlan, spec: ReadSpec, *, strided: bool, pin_memory: bool) -> BatchSink:
@@ -50,33 +58,34 @@ class ContiguousBatch:
     """One contiguous tensor a field, each with memory of its own."""
 
     def __init__(self, num_rows: int, spec: ReadSpec, *, pin_memory: bool) -> None:
-        self._spec = spec
         new = _pinned_field if pin_memory else _new_field
-        self._tensors, self._bytes = [], []
+        self.tensors: dict[Key, torch.Tensor] = {}
+        memories = []
         for output in spec.outputs:
-            tensor, memory = new(num_rows, output)
-            self._tensors.append(tensor)
-            self._bytes.append(memory)
+            self.tensors[output.key], memory = new(num_rows, output)
+            memories.append(memory)
+        self._copies = [
+            (copy, _items(memories[copy.output], copy.nbytes, copy.output_start, spec.outputs[copy.output].nbytes))
+            for copy in spec.copies
+        ]
 
-    def target(self, slab: Slab) -> None:
+    def target(self, slab: Slab) -> None:  # noqa: ARG002 - the protocol's signature
         """Always staging."""
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the slab's rows out, field by field."""
-        for copy in self._spec.copies:
-            _copy_rows(slab, copy.segment, copy.segment_start, stream, self._rows(copy))
+        for copy, rows in self._copies:
+            _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
 
-    def _rows(self, copy: Copy) -> npt.NDArray[np.void]:
-        output = self._spec.outputs[copy.output]
-        return _items(self._bytes[copy.output], copy.nbytes, copy.output_start, output.nbytes)
-
-    def result(self) -> dict[Key, torch.Tensor]:
-        """The tensors."""
-        return {output.key: tensor for output, tensor in zip(self._spec.outputs, self._tensors, strict=True)}
+    def seal(self) -> None:
+        """Nothing is left to do."""
 
 
 class StridedBatch:
-    """Fields as strided views of one buffer that is never reused by us."""
+    """Fields as strided views of one buffer that is never reused by us.
+
+    A field that cannot be a view, because a record's cut or a sharded placement leaves it in parts, is copied together.
+    """
 
     def __init__(self, plan: ReadPlan, spec: ReadSpec, *, pin_memory: bool) -> None:
         self._spec = spec
@@ -96,6 +105,13 @@ class StridedBatch:
         rounded = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._buffer = torch.empty(rounded, dtype=torch.uint8, pin_memory=pin_memory)
         self._bytes: Bytes = self._buffer.numpy()
+        self._in_parts: list[tuple[torch.Tensor, int, list[Copy]]] = []
+        copies: dict[int, list[Copy]] = {}
+        for copy in spec.copies:
+            copies.setdefault(copy.output, []).append(copy)
+        self.tensors = {
+            output.key: self._tensor(output, copies.get(number, [])) for number, output in enumerate(spec.outputs)
+        }
 
     def target(self, slab: Slab) -> Bytes | None:
         """The stretch of the buffer where the slab's periods lie, if the stream is the batch itself."""
@@ -112,16 +128,17 @@ class StridedBatch:
             rows = _items(self._bytes, segment.nbytes, self._segments[number], self._period)
             _copy_rows(slab, number, 0, stream, rows)
 
-    def result(self) -> dict[Key, torch.Tensor]:
-        """The views; a field that a record's cut or a sharded placement leaves in parts is put together first."""
-        copies: dict[int, list[Copy]] = {}
-        for copy in self._spec.copies:
-            copies.setdefault(copy.output, []).append(copy)
-        return {
-            output.key: self._view(output, copies.get(number, [])) for number, output in enumerate(self._spec.outputs)
-        }
+    def seal(self) -> None:
+        """Copy together the fields that lie in parts."""
+        for tensor, nbytes, copies in self._in_parts:
+            target = tensor.view(-1).view(torch.uint8).numpy()
+            for copy in copies:
+                offset = self._segments[copy.segment] + copy.segment_start
+                shape, dtype = (self._num_rows,), f"V{copy.nbytes}"
+                found = np.ndarray(shape, dtype, self._bytes, offset, (self._period,))
+                _items(target, copy.nbytes, copy.output_start, nbytes)[:] = found
 
-    def _view(self, output: Output, copies: Sequence[Copy]) -> torch.Tensor:
+    def _tensor(self, output: Output, copies: list[Copy]) -> torch.Tensor:
         shape = (self._num_rows, *output.shape)
         if self._num_rows and len(copies) == 1 and self._viewable(output, copies[0]):
             size = output.dtype.itemsize
@@ -129,14 +146,8 @@ class StridedBatch:
             flat = self._buffer.view(output.dtype)
             return flat.as_strided(shape, (self._period // size, *_strides(output.shape)), offset // size)
         tensor = torch.empty(shape, dtype=output.dtype, pin_memory=self._pin_memory)
-        if not self._num_rows:
-            return tensor
-        target = tensor.view(-1).view(torch.uint8).numpy()
-        for copy in copies:
-            offset = self._segments[copy.segment] + copy.segment_start
-            _items(target, copy.nbytes, copy.output_start, output.nbytes)[:] = np.ndarray(
-                (self._num_rows,), f"V{copy.nbytes}", self._bytes, offset, (self._period,)
-            )
+        if self._num_rows and copies:
+            self._in_parts.append((tensor, output.nbytes, copies))
         return tensor
 
     def _viewable(self, output: Output, copy: Copy) -> bool:

@@ -352,26 +352,28 @@ def plan_read(
     if atomic:
         slab_bytes = 1 << 62
     max_gap_bytes = cost.max_gap_bytes
+    ordered = np.sort(rows)
     if strategy == "auto":
-        strategy = _choose(rows, spec, max_gap_bytes)
+        strategy = _choose(ordered, spec, max_gap_bytes)
     if strategy == "pipelined":
-        slabs = _pipelined_slabs(rows, spec, slab_bytes)
+        slabs = _pipelined_slabs(rows, ordered, spec, slab_bytes)
     else:
         most = MAX_LUA_RANGES if strategy == "lua" and not atomic else None
         slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, as_table=strategy == "lua")
     return ReadPlan(num_rows=len(rows), slabs=tuple(slabs), strategy=strategy)
 
 
-def _choose(rows: Rows, spec: ReadSpec, max_gap_bytes: int) -> Strategy:
+def _choose(ordered: Rows, spec: ReadSpec, max_gap_bytes: int) -> Strategy:
     """Covering if it saves a quarter of the ranges: it pays a sort, and finer copies, for what it saves.
 
     Scattered batches are the common case, so this looks at sorted neighbours only: a gap that can be closed is one
     range less. Chunk borders and gaps within a row, which it leaves out, hardly ever decide.
     """
-    steps = np.diff(np.sort(rows))
+    if len(ordered) == 1:
+        return "covering"
     widest = max(layout.stride_bytes for layout in spec.layouts)
-    closable = int(np.count_nonzero(steps * widest <= max_gap_bytes + spec.row_bytes))
-    return "covering" if 4 * closable >= len(rows) > 1 or len(rows) == 1 else "pipelined"
+    closable = np.count_nonzero(ordered[1:] - ordered[:-1] <= (max_gap_bytes + spec.row_bytes) // widest)
+    return "covering" if 4 * int(closable) >= len(ordered) else "pipelined"
 
 
 def _sorted_unique(rows: Rows) -> tuple[Rows | None, Rows]:
@@ -391,10 +393,9 @@ def _addresses(rows: Rows, segment: Segment, layout: ChunkLayout) -> tuple[Rows,
     return chunk * layout.pieces + segment.piece, within * layout.stride_bytes + segment.start_bytes
 
 
-def _pipelined_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
+def _pipelined_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
     """One range a row and segment, in the order asked for; a repeated row is asked for where it first appears."""
     asked, fills = rows, None
-    ordered = np.sort(rows)
     if bool((ordered[1:] == ordered[:-1]).any()):
         distinct, first, which = np.unique(rows, return_index=True, return_inverse=True)
         appearance = np.argsort(first)

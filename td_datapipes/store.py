@@ -8,8 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
-
 import redis
 from tensordict import TensorDict
 
@@ -26,9 +24,9 @@ from td_datapipes.errors import (
 from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec
 from td_datapipes.manifest import Manifest
 from td_datapipes.plan import STRATEGIES, ReadPlan, ReadSpec, Rows, Slab, Strategy, plan_read
-from td_datapipes.schema import Field, Key, format_key, new_tensordict
+from td_datapipes.schema import Field, format_key, new_tensordict
 from td_datapipes.wire.faults import RangeFault, error_from_text
-from td_datapipes.wire.reader import PlanReader, ReadJob, ReadStats
+from td_datapipes.wire.reader import PlanReader, ReadStats
 from td_datapipes.wire.requests import RequestBuilder
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
@@ -120,11 +118,10 @@ class RowReader:
             self._reset()
         with self._lock:
             plan = self._plan(rows)
-            deadline = time.monotonic() + self.server.timeout_seconds
-            values = self._read(plan, deadline)
+            batch = self._read(plan, time.monotonic() + self.server.timeout_seconds)
             self._stats.rows += len(rows)
             self._stats.batches += 1
-        return new_tensordict(values, self._nodes, len(rows))
+        return batch
 
     def _plan(self, rows: Rows) -> ReadPlan:
         return plan_read(
@@ -136,13 +133,16 @@ class RowReader:
             atomic=self.options.atomic,
         )
 
-    def _read(self, plan: ReadPlan, deadline: float) -> dict[Key, Any]:
+    def _read(self, plan: ReadPlan, deadline: float) -> TensorDict:
         """Read a plan, once more if the connection breaks or the server has forgotten the script."""
         for attempt in range(_ATTEMPTS):
-            sink = make_sink(plan, self.spec, strided=self.options.strided, pin_memory=self.options.pin_memory)
             began = time.perf_counter()
             try:
-                self._finish(self._plans.start(plan, sink), plan, deadline)
+                job = self._plans.start(plan)
+                # While the server works on it, the batch is put together around bytes that are still to come.
+                job.sink = make_sink(plan, self.spec, strided=self.options.strided, pin_memory=self.options.pin_memory)
+                batch = new_tensordict(job.sink.tensors, self._nodes, plan.num_rows)
+                self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
             except ServerUnavailableError:
                 if attempt + 1 == _ATTEMPTS:
                     raise
@@ -154,11 +154,8 @@ class RowReader:
                 continue
             if not self.costs.settled and plan.strategy != "lua" and plan.slabs:
                 self.costs.observe(plan.num_ranges, plan.num_bytes, time.perf_counter() - began)
-            return sink.result()
+            return batch
         raise AssertionError("unreachable: the last attempt returns or raises")
-
-    def _finish(self, job: ReadJob, plan: ReadPlan, deadline: float) -> None:
-        self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
 
     def _explain(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
         """The error for a range that did not come back as asked."""

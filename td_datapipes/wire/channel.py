@@ -15,6 +15,7 @@ __all__ = ["Channel", "Exchange"]
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, InterruptedError)
 _MAX_WAIT_SECONDS = 3600.0
+_JOIN_BYTES = 256 * 1024
 
 
 class Exchange(Protocol):
@@ -60,10 +61,15 @@ class Channel:
         """Exchanges whose replies are not complete."""
         return len(self._awaited)
 
-    def submit(self, exchange: Exchange) -> None:
-        """Queue an exchange and send what the socket takes now. Its reply is received by `advance`."""
-        self._awaited.append(exchange)
-        self._unsent.extend(map(memoryview, exchange.request))
+    def submit(self, *exchanges: Exchange) -> None:
+        """Queue exchanges and send what the socket takes now. Their replies are received by `advance`, in order."""
+        for exchange in exchanges:
+            self._awaited.append(exchange)
+        parts = [part for exchange in exchanges for part in exchange.request]
+        if sum(map(len, parts)) <= _JOIN_BYTES:
+            # One system call: each would wake the server, which then competes with us for the processor.
+            parts = [b"".join(parts)]
+        self._unsent.extend(map(memoryview, parts))
         self._send()
 
     def advance(self, deadline: float, doing: str) -> None:

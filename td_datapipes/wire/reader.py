@@ -45,15 +45,15 @@ class ReadJob:
 
     Attributes:
         plan: what is read.
-        sink: where it goes.
         request: makes the request of a slab.
+        sink: where it goes; set before the job is finished, which may be after it was asked for.
         unsent: slabs not yet asked for.
         unfinished: slabs not yet received.
     """
 
     plan: ReadPlan
-    sink: BatchSink
     request: Callable[[Slab], bytes]
+    sink: BatchSink = field(init=False)
     unsent: Iterator[tuple[int, Slab]] = field(init=False)
     unfinished: int = field(init=False)
 
@@ -189,9 +189,12 @@ class PlanReader:
         self._staging = _Staging()
         self.stats = stats
 
-    def start(self, plan: ReadPlan, sink: BatchSink) -> ReadJob:
-        """Ask for a plan's first slabs, as far as the limit on bytes in flight lets it."""
-        job = ReadJob(plan, sink, self._requests.for_plan(plan))
+    def start(self, plan: ReadPlan) -> ReadJob:
+        """Ask for a plan's first slabs, as far as the limit on bytes in flight lets it.
+
+        The job's sink is not needed yet: it can be made while the server works.
+        """
+        job = ReadJob(plan, self._requests.for_plan(plan))
         self._jobs.append(job)
         try:
             self._ask()
@@ -214,39 +217,38 @@ class PlanReader:
         """
         began = time.perf_counter()
         try:
-            if job.unfinished and job not in self._jobs:
-                raise ServerUnavailableError("the connection was dropped before this read was finished")
             while job.unfinished:
                 self._receive_one(deadline, doing)
         except BaseException:
             self.close()
             raise
+        job.sink.seal()
         while self._jobs and not self._jobs[0].unfinished:
             self._jobs.popleft()
         self.stats.wait_seconds += time.perf_counter() - began
 
     def _receive_one(self, deadline: float, doing: str) -> None:
-        self._ask()
-        assert self._channel is not None  # an unfinished job has a slab in flight
+        if self._channel is None:
+            raise ServerUnavailableError("the connection was dropped before this read was finished")
         self._channel.advance(deadline, doing)
         self._in_flight_bytes -= self._sent.popleft().nbytes
-        self._ask()
+        if self._in_flight_bytes <= MAX_IN_FLIGHT_BYTES // 2:
+            self._ask()
 
     def _ask(self) -> None:
+        """Ask for what the limit on bytes in flight allows, all in one go."""
+        fresh: list[_SlabExchange] = []
         for job in self._jobs:
-            while self._in_flight_bytes < MAX_IN_FLIGHT_BYTES:
-                following = next(job.unsent, None)
-                if following is None:
-                    break
-                if self._channel is None:
-                    self._channel = self._dial()
+            while self._in_flight_bytes < MAX_IN_FLIGHT_BYTES and (following := next(job.unsent, None)) is not None:
                 exchange = _SlabExchange(*following, job, self._staging)
                 self._in_flight_bytes += exchange.nbytes
-                self._sent.append(exchange)
-                self._channel.submit(exchange)
                 self._count(following[1])
-            else:
-                return
+                fresh.append(exchange)
+        if fresh:
+            if self._channel is None:
+                self._channel = self._dial()
+            self._sent.extend(fresh)
+            self._channel.submit(*fresh)
 
     def _count(self, slab: Slab) -> None:
         self.stats.commands += 1 if slab.prefix else slab.num_ranges

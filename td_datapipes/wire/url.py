@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 
@@ -62,8 +63,13 @@ class ServerURL:
         """
         if not isinstance(url, str):
             raise URLError(f"a URL is a string like 'redis://localhost:6379/0#name', not {type(url).__name__}")
-        parts = urlsplit(url)
-        name = unquote(parts.fragment)
+        # Cut here, because urlsplit drops line ends and tabs, which would make two names one.
+        location, _, fragment = url.partition("#")
+        name = _decode_name(fragment)
+        try:
+            parts = urlsplit(location)
+        except ValueError as error:
+            raise URLError(f"the URL of data set {name!r} cannot be read: {error}") from None
         scheme = _SCHEMES.get(parts.scheme)
         if scheme is None:
             known = ", ".join(f"{known}://" for known in _SCHEMES)
@@ -74,26 +80,28 @@ class ServerURL:
                 "add it as the fragment: redis://localhost:6379/0#name"
             )
         if scheme == "embedded":
-            return cls._embedded(name, unquote(parts.netloc) + unquote(parts.path))
-        try:
-            plain = urlunsplit((scheme, parts.netloc, parts.path, parts.query, ""))
-            options: dict[str, Any] = parse_url(plain)  # type: ignore[no-untyped-call]
-        except ValueError as error:
-            raise URLError(f"the URL of {_address_of(parts.hostname, parts.path)} cannot be read: {error}") from None
+            return cls._embedded(name, unquote(parts.netloc) + unquote(parts.path), parts.query)
+        where = _address_of(parts.hostname, parts.path)
+        _check_port(parts, where)
+        options = _options(urlunsplit((scheme, parts.netloc, parts.path, parts.query, "")), where)
         credentials = {key: options.pop(key) for key in _SECRETS if key in options}
-        for key in _OURS:
-            options.pop(key, None)
         return cls(name=name, address=_describe(options), folder=None, options=options, credentials=credentials)
 
     @classmethod
-    def _embedded(cls, name: str, folder: str) -> ServerURL:
+    def _embedded(cls, name: str, folder: str, query: str) -> ServerURL:
         if not folder:
             raise URLError("an embedded server needs a folder: embedded:///path/to/folder#name")
         path = Path(folder).expanduser().resolve()
-        return cls(name=name, address=f"embedded:{path}", folder=path, options={}, credentials={})
+        options = _options(f"unix:///?{query}", str(path))
+        # Where it listens, and as whom, is the embedded server's own business.
+        for key in ("path", "connection_class", *_SECRETS):
+            options.pop(key, None)
+        return cls(name=name, address=f"embedded:{path}", folder=path, options=options, credentials={})
 
     def connection_options(self) -> dict[str, Any]:
         """Everything redis-py needs to dial, credentials from the URL or else from the environment."""
+        if self.folder is not None:
+            return dict(self.options)
         credentials = dict(self.credentials)
         if "password" not in credentials and os.environ.get(PASSWORD_VARIABLE):
             credentials["password"] = os.environ[PASSWORD_VARIABLE]
@@ -114,8 +122,43 @@ class ServerURL:
         return f"{self.address}#{self.name}" if self.name else self.address
 
 
+def _decode_name(fragment: str) -> str:
+    try:
+        name = unquote(fragment, errors="strict")
+        name.encode()
+    except UnicodeError as error:
+        raise URLError(f"the data set's name {fragment!r} is not UTF-8: {error}") from None
+    return name
+
+
+def _check_port(parts: SplitResult, where: str) -> None:
+    try:
+        _ = parts.port
+    except ValueError:
+        # Python's own message would quote what may be a password.
+        raise URLError(
+            f"the URL of {where} has a port that is no number from 0 to 65535; "
+            "in a user name or password, percent-encode / # ? and @"
+        ) from None
+
+
+def _options(url: str, where: str) -> dict[str, Any]:
+    """What redis-py makes of a URL, without the options that are this package's to set."""
+    try:
+        options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise URLError(f"the URL of {where} cannot be read: {error}") from None
+    for key in _OURS:
+        options.pop(key, None)
+    for key in ("socket_timeout", "socket_connect_timeout"):
+        if not 0 < options.get(key, 1) < math.inf:
+            raise URLError(f"the URL of {where} has {key}={options[key]}; it must be a number of seconds above 0")
+    return options
+
+
 def _address_of(host: str | None, path: str) -> str:
-    return f"{host or ''}{path}" or "the server"
+    # A password with an unescaped "/" ends up in the path.
+    return f"{host or ''}{path.rpartition('@')[2]}" or "the server"
 
 
 def _describe(options: Mapping[str, Any]) -> str:
