@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python -m
-INSTALL := $(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(RUN) pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -70,7 +70,7 @@ clean: ## remove the environment, the demo's data and what tools left
 # The environment is made anew whenever what it should hold has changed, and only then.
 $(VENV)/made.stamp: setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "td_datapipes needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." \
+		echo "td_datapipes needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2> /dev/null || echo missing)." \
 			"Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 		echo "'$(PYTHON)' cannot make environments; on Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }
@@ -79,10 +79,12 @@ $(VENV)/made.stamp: setup.cfg constraints.txt
 	@touch $@
 
 $(VENV)/demo.stamp: $(VENV)/made.stamp
+	@echo "installing torch and what else is needed into $(VENV): some hundred megabytes, once"
 	$(INSTALL) -e '.[embedded,demo]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/made.stamp
+	@echo "installing torch and what else is needed into $(VENV): some hundred megabytes, once"
 	$(INSTALL) -e '.[embedded,demo,dev]'
 	@touch $@
 

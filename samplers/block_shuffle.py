@@ -99,7 +99,7 @@ class BlockShuffleBatchSampler(PositionSampler[RowBatch]):
 
 @dataclass(frozen=True)
 class _BlockBatches:
-    """One rank's batches: of each global batch the rows in its part of the places, in the global batch's order."""
+    """One rank's batches: of each global batch the rows in its part of the buffer, in the global batch's order."""
 
     order: BlockOrder
     share: Share
@@ -124,7 +124,7 @@ class _BlockBatches:
         if self.share.world_size == 1:
             return places
         part, _ = self.share.part(places.shape[1])
-        columns = np.argsort(places, axis=1)[:, part.start : part.stop]
+        columns = np.argsort(self.order.depths(places), axis=1, kind="stable")[:, part.start : part.stop]
         columns.sort(axis=1)
         return np.take_along_axis(places, columns, axis=1)
 

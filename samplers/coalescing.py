@@ -289,7 +289,7 @@ class CoalescingIterator(Iterator[list[int]]):
 
     def _move(self, batch: int) -> None:
         """Make the window of ``batch`` the current one, and draw the one after it."""
-        reached = self._place.window_batch
+        reached = self._place.window_batch if self._current is None else self._current.stop
         while self._current is None or batch >= self._current.stop:
             self._current = self._following
             if self._current is None:
@@ -299,11 +299,12 @@ class CoalescingIterator(Iterator[list[int]]):
         if self._current is None:
             if reached < batch and not self._place.ended:
                 raise StateError(
-                    f"the state is at batch {batch}, but {type(self._sampler.sampler).__name__} gave rows for {reached} "
-                    "only; load it with the data set and the sampler it was saved with"
+                    f"the state is at batch {batch}, but {type(self._sampler.sampler).__name__} gave rows for only "
+                    f"{reached}; load it with the data set and the sampler it was saved with"
                 )
             return
-        following = self._following and Window(self._following.first, self._following.batches)
+        ahead = self._following
+        following = None if ahead is None else Window(ahead.first, ahead.batches)
         self._window = Window(batch, self._current.batches[batch - self._current.first :], following)
 
     def _draw(self, first: int) -> _Drawn | None:

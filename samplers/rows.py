@@ -198,7 +198,7 @@ class _Weighted:
         total = self.cumulative[-1]
         drawn = np.minimum(uniform_floats(self.key, positions) * total, np.nextafter(total, 0))
         # The first row whose sum is above: a row of weight 0 has the sum of the one before and is never it.
-        return np.searchsorted(self.cumulative, drawn, side="right")
+        return np.asarray(np.searchsorted(self.cumulative, drawn, side="right"), np.int64)
 
 
 def digest(values: NDArray[np.generic]) -> str:

@@ -32,7 +32,10 @@ class RowOrder(Protocol):
 class BatchDraw(Protocol):
     """One rank's batches of an epoch. Pure: the same batch is the same rows each time."""
 
-    share: Share
+    @property
+    def share(self) -> Share:
+        """The rank's."""
+        ...
 
     def draw(self, first: int, stop: int) -> tuple[Rows, ...]:
         """Rows of the batches ``first`` to ``stop``."""
@@ -126,10 +129,10 @@ class WindowDealer:
         return RowBatch(rows.tolist(), ordinal=batch, window=self._window, padded=self._batches.padded(batch))
 
     def _move_window(self, batch: int) -> None:
-        self._current = self._following or self._open(batch)
+        self._current = self._open(batch) if self._following is None else self._following
         assert self._current is not None  # For the type checker: `batch` exists, so its window does.
         self._following = self._open(self._current.stop)
-        following = self._following and self._announce(self._following, None)
+        following = None if self._following is None else self._announce(self._following, None)
         self._window = self._announce(self._current, following)
 
     def _open(self, first: int) -> _DrawOnce | None:

@@ -166,7 +166,9 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _items(memory: Bytes, nbytes: int, offset: int, stride: int) -> npt.NDArray[np.void]:
     """Blocks of `nbytes` bytes, one every `stride` from `offset` on, as opaque items that numpy moves whole."""
-    count = (len(memory) - offset - nbytes) // stride + 1 if len(memory) >= offset + nbytes else 0
+    if len(memory) < offset + nbytes:  # no rows
+        return np.empty(0, dtype=f"V{nbytes}")
+    count = (len(memory) - offset - nbytes) // stride + 1
     return np.ndarray((count,), f"V{nbytes}", memory, offset, (stride,))
 
 

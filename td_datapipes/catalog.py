@@ -23,7 +23,18 @@ from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
-__all__ = ["collect", "connect", "drop", "find_manifest", "list_names", "load_manifest", "publish"]
+__all__ = [
+    "chunk_keys",
+    "collect",
+    "connect",
+    "drop",
+    "find_manifest",
+    "list_names",
+    "load_manifest",
+    "publish",
+    "stage",
+    "unstage",
+]
 
 SUPERSEDED_SECONDS = 3600.0
 """How long a superseded generation stays readable for those who have it open."""

@@ -70,7 +70,8 @@ class CostModel:
         """Learn from one read that nothing else was in flight with."""
         if self.settled or seconds <= 0 or num_ranges == 0:
             return
-        row = np.array([1.0, num_ranges, num_bytes]) / seconds
+        # No read is quicker than the quickest round trip: a clock that says so would make the fit singular.
+        row = np.array([1.0, num_ranges, num_bytes]) / max(seconds, _BOUNDS[0][0])
         self._normal += np.outer(row, row)
         self._moment += row
         self.observations += 1

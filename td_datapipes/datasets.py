@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 
 from td_datapipes.catalog import connect, load_manifest
 from td_datapipes.cost import CostModel
+from td_datapipes.errors import ConfigurationError
 from td_datapipes.plan import Strategy
+from td_datapipes.prefetch import AnnouncedBatch, Prefetcher
 from td_datapipes.rows import resolve_index
 from td_datapipes.schema import Key, Schema
 from td_datapipes.store import ReadOptions, RowReader
@@ -19,6 +21,8 @@ from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
 __all__ = ["RedisTDDataset"]
+
+DEFAULT_PREFETCH_BYTES = 256 << 20
 
 
 class RedisTDDataset(Dataset[TensorDict]):
@@ -36,6 +40,8 @@ class RedisTDDataset(Dataset[TensorDict]):
         strided: batches are views of one buffer, for one copy of the whole to a device; not contiguous.
         pin_memory: receive into page-locked memory (needs an accelerator).
         atomic: read each batch in one Lua call, one consistent snapshot of it.
+        prefetch_bytes: limit of what a background thread may have requested and not yet handed over. It reads what
+            the samplers of `td_datapipes.samplers` announce; other samplers announce nothing. 0 reads nothing ahead.
 
     Raises:
         URLError, ConfigurationError: arguments that cannot work.
@@ -52,7 +58,10 @@ class RedisTDDataset(Dataset[TensorDict]):
         strided: bool = False,
         pin_memory: bool = False,
         atomic: bool = False,
+        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
     ) -> None:
+        if prefetch_bytes < 0:
+            raise ConfigurationError(f"prefetch_bytes must be 0 or more, got {prefetch_bytes}")
         options = ReadOptions(strategy=strategy, strided=strided, pin_memory=pin_memory, atomic=atomic)
         server = connect(url)
         try:
@@ -63,6 +72,11 @@ class RedisTDDataset(Dataset[TensorDict]):
             server.close()
             raise
         self._fields = tuple(field.key for field in chosen)
+        self._set_prefetch(prefetch_bytes)
+
+    def _set_prefetch(self, prefetch_bytes: int) -> None:
+        self._prefetch_bytes = prefetch_bytes
+        self._prefetcher = Prefetcher(self._reader, prefetch_bytes) if prefetch_bytes else None
 
     def __len__(self) -> int:
         return self._reader.manifest.rows
@@ -84,8 +98,14 @@ class RedisTDDataset(Dataset[TensorDict]):
         return batch.reshape(*shape, *batch.batch_size[1:]) if shape else batch[0]
 
     def __getitems__(self, rows: Sequence[int]) -> TensorDict:
-        """A batch: what ``DataLoader`` calls with the row numbers of its batch sampler."""
-        return self[rows]
+        """A batch: what ``DataLoader`` calls with the row numbers of its batch sampler.
+
+        A batch that a sampler of `td_datapipes.samplers` announced comes from what was read ahead.
+        """
+        if self._prefetcher is None or getattr(rows, "window", None) is None:
+            return self[rows]
+        numbers, _ = resolve_index(rows, len(self), self.name)
+        return self._prefetcher.get(cast(AnnouncedBatch, rows), numbers)
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Row after row; a loader, or slices, are the fast ways."""
@@ -116,7 +136,7 @@ class RedisTDDataset(Dataset[TensorDict]):
     @property
     def stats(self) -> ReadStats:
         """Bytes, ranges, commands, rows and batches read in this process so far, and seconds waited for replies."""
-        return self._reader.stats
+        return self._reader.stats if self._prefetcher is None else self._reader.stats + self._prefetcher.stats
 
     @property
     def row_bytes(self) -> int:
@@ -130,6 +150,8 @@ class RedisTDDataset(Dataset[TensorDict]):
 
     def close(self) -> None:
         """Drop the connections and the hold on an embedded server. Reading again dials anew."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self._reader.close()
 
     def __enter__(self) -> RedisTDDataset:
@@ -146,6 +168,7 @@ class RedisTDDataset(Dataset[TensorDict]):
             "options": reader.options,
             "costs": reader.costs,
             "fields": self._fields,
+            "prefetch_bytes": self._prefetch_bytes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,6 +176,7 @@ class RedisTDDataset(Dataset[TensorDict]):
         self._fields = state["fields"]
         fields = state["manifest"].schema.select(self._fields)
         self._reader = RowReader(server, state["manifest"], fields, state["options"], state["costs"])
+        self._set_prefetch(state["prefetch_bytes"])
 
     def __repr__(self) -> str:
         fields = ", ".join(map(str, self.schema.select(self._fields)))

@@ -31,6 +31,7 @@ __all__ = [
     "SPARE_BYTES",
     "ChunkLayout",
     "Manifest",
+    "encode_name",
     "manifest_key",
     "name_from_encoded",
     "staged_key",
@@ -40,7 +41,7 @@ __all__ = [
 FORMAT_VERSION = 1
 NAMES_KEY = b"td:names"
 SPARE_BYTES = 32
-"""Zero bytes at a chunk's end: a scattered read may ask for up to 24 bytes more than its record."""
+"""Zero bytes at a chunk's end: a scattered read may ask for up to 30 bytes more than its record (see `wire_length`)."""
 
 
 def encode_name(name: str) -> str:

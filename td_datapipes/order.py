@@ -116,7 +116,8 @@ class Permutation:
 
     @cached_property
     def _table(self) -> Rows:
-        return _sorted_table(np.array([self.key], np.uint64), self.n)[0]
+        (table,) = _sorted_table(np.array([self.key], np.uint64), self.n)
+        return np.asarray(table)
 
     @cached_property
     def _inverse_table(self) -> Rows:
@@ -145,7 +146,7 @@ class Permutation:
         return found
 
     def _feistel(self, values: Rows, *, forward: bool) -> Rows:
-        """One pass over [0, high * low): digit += hash(other digit), alternately; the way back subtracts, in reverse."""
+        """One pass over all pairs of digits: digit += hash(other digit), in turn; the way back subtracts in reverse."""
         radix_high, radix_low = self._radices
         high, low = (digits.astype(np.uint64) for digits in np.divmod(values, radix_low))
         scratch, shifted = np.empty_like(high), np.empty_like(high)
@@ -222,10 +223,7 @@ class BlockOrder:
         return self.permute(np.arange(start, stop))
 
     def places(self, positions: Rows) -> Rows:
-        """Where ``positions`` [k] are read: slot of the permuted block times ``block_rows`` plus the row within it.
-
-        Sorting by place sorts by (buffer, block position in the buffer, row).
-        """
+        """Where ``positions`` [k] are read: slot of the permuted block times ``block_rows`` plus the row within it."""
         positions = np.asarray(positions, np.int64)
         if positions.size and not (positions.min() >= 0 and positions.max() < self.n):
             raise ConfigurationError(f"positions are in [0, {self.n}), got {positions.min()} to {positions.max()}")
@@ -241,6 +239,15 @@ class BlockOrder:
         """The rows at ``places`` [k], as `places` gives them: int64 [k]."""
         slots, offsets = np.divmod(places, self.block_rows)
         return self._blocks.permute(slots) * self.block_rows + offsets
+
+    def depths(self, places: Rows) -> Rows:
+        """How deep in its buffer each of ``places`` [k] is, in units of 2**-31 of the buffer: int64 [k].
+
+        Sorting by depth sorts the rows of one buffer by (block position in the buffer, row).
+        """
+        buffers = places // self.buffer_rows
+        sizes = np.minimum(self.num_blocks * self.block_rows - buffers * self.buffer_rows, self.buffer_rows)
+        return (places - buffers * self.buffer_rows << 31) // sizes
 
     def buffer_of(self, position: int) -> int:
         """The buffer, counted from 0, that ``position`` falls in."""
@@ -433,7 +440,7 @@ class Cursor:
         """
         if values.get("version") != CURSOR_VERSION:
             raise StateError(f"a cursor of version {CURSOR_VERSION} is needed, got {values.get('version')!r}")
-        numbers = {name: values.get(name) for name in ("seed", "epoch", "rows", "rows_consumed")}
+        numbers: dict[str, Any] = {name: values.get(name) for name in ("seed", "epoch", "rows", "rows_consumed")}
         for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise StateError(f"a cursor's {name} is an integer >= 0, got {value!r}")

@@ -26,7 +26,7 @@ def resolve_index(index: Any, num_rows: int, name: str) -> tuple[Rows, tuple[int
         RowIndexError: a row outside the data set, a mask of another length, or an index that selects no rows.
     """
     if isinstance(index, slice):
-        rows = np.arange(*index.indices(num_rows), dtype=np.int64)
+        rows = np.arange(*_bounds(index, num_rows, name), dtype=np.int64)
         return rows, rows.shape
     array = _as_array(index, name)
     if array.dtype == bool:
@@ -38,6 +38,13 @@ def resolve_index(index: Any, num_rows: int, name: str) -> tuple[Rows, tuple[int
     if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= num_rows):
         rows = _wrap_negative(rows, num_rows, name)
     return rows, array.shape
+
+
+def _bounds(index: slice, num_rows: int, name: str) -> tuple[int, int, int]:
+    try:
+        return index.indices(num_rows)
+    except (TypeError, ValueError) as error:
+        raise RowIndexError(f"{name!r} cannot be cut by {index!r}: {error}") from None
 
 
 def _wrap_negative(rows: Rows, num_rows: int, name: str) -> Rows:
@@ -52,18 +59,18 @@ def _wrap_negative(rows: Rows, num_rows: int, name: str) -> Rows:
 
 
 def _as_array(index: Any, name: str) -> npt.NDArray[Any]:
-    if isinstance(index, torch.Tensor):
-        index = index.detach().cpu().numpy()
-    elif isinstance(index, tuple) or index is None or index is Ellipsis:
+    if isinstance(index, tuple) or index is None or index is Ellipsis:
         raise RowIndexError(
             f"{name!r} is indexed by rows alone, not by {index!r}; index the batch it gives for the other dims"
         )
     try:
-        array = np.asarray(index)
-    except (ValueError, TypeError, OverflowError):
+        array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged, or a dtype numpy lacks
         array = np.asarray(None)
     if array.size == 0 and array.dtype != bool:
         return array.astype(np.int64)
+    if isinstance(index, int) and array.dtype.kind == "O":  # too large for any integer of numpy's
+        raise RowIndexError(f"row {index} is not in [0, 2**63)")
     if array.dtype.kind not in "iub":
         raise RowIndexError(f"{name!r} is indexed by row numbers, not by {type(index).__name__}: {str(index)[:80]}")
     if array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max:

@@ -241,7 +241,7 @@ class Schema:
 def leaves(td: TensorDictBase, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Every entry that is no plain node, with its path: depth first, non-tensor entries included."""
     for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not over keys
-        value = td.get(name)
+        value = _entry(td, (*prefix, name))
         if is_tensor_collection(value) and not isinstance(value, NonTensorData | NonTensorStack):
             yield from leaves(value, (*prefix, name))
         else:
@@ -273,9 +273,20 @@ def _nodes(td: TensorDictBase, key: Key) -> Iterator[Node]:
     names = tuple(td.names) if any(td.names) else None
     yield Node(key=key, batch_shape=tuple(td.batch_size[1:]), names=names)
     for name in td.keys():  # noqa: SIM118
-        value = td.get(name)
+        value = _entry(td, (*key, name))
         if is_tensor_collection(value) and not isinstance(value, NonTensorData | NonTensorStack):
             yield from _nodes(value, (*key, name))
+
+
+def _entry(td: TensorDictBase, key: Key) -> Any:
+    """The entry of that path; `td` is the node it is in."""
+    try:
+        return td.get(key[-1])
+    except RuntimeError as error:  # a lazy stack whose rows differ
+        raise SchemaError(
+            f"the rows of field {format_key(key)} cannot be put together ({error}): all rows need one shape and dtype; "
+            f"pad it, or leave it out with td.exclude"
+        ) from error
 
 
 def _field_of(key: Key, value: Any) -> tuple[Key, torch.dtype, tuple[int, ...]]:
@@ -284,10 +295,10 @@ def _field_of(key: Key, value: Any) -> tuple[Key, torch.dtype, tuple[int, ...]]:
             f"field {format_key(key)} is not a tensor ({type(value).__name__}): non-tensor fields cannot be "
             f"stored yet; encode it as a tensor or leave it out with td.exclude"
         )
-    if value.is_nested or value.layout != torch.strided or value.is_quantized:
+    if kind := _kind_without_plain_bytes(value):
         raise SchemaError(
-            f"field {format_key(key)} is a {'nested (jagged)' if value.is_nested else value.layout} tensor: only dense "
-            f"tensors with one shape for all rows can be stored; pad it, or leave it out with td.exclude"
+            f"field {format_key(key)} is a {kind} tensor: only dense tensors with one shape for all rows can be "
+            f"stored; make it one, or leave it out with td.exclude"
         )
     if type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "to_local"):
         raise SchemaError(f"field {format_key(key)} is a DTensor; store its full_tensor() or each rank's to_local()")
@@ -296,6 +307,17 @@ def _field_of(key: Key, value: Any) -> tuple[Key, torch.dtype, tuple[int, ...]]:
     except SchemaError as error:
         raise SchemaError(f"field {format_key(key)}: {error}") from None
     return key, value.dtype, tuple(value.shape[1:])
+
+
+def _kind_without_plain_bytes(value: torch.Tensor) -> str:
+    """What keeps a tensor's rows from being so many bytes each; empty for a dense one."""
+    if value.is_nested:
+        return "nested (jagged)"
+    if value.layout != torch.strided:
+        return str(value.layout)
+    if value.is_quantized:
+        return "quantized"
+    return "meta (it has no values)" if value.is_meta else ""
 
 
 def new_tensordict(values: Mapping[Key, Any], nodes: Sequence[Node], rows: int | None) -> TensorDict:

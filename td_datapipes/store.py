@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+
 import redis
 from tensordict import TensorDict
 
-from td_datapipes.assemble import make_sink
+from td_datapipes.assemble import BatchSink, make_sink
 from td_datapipes.catalog import find_manifest
 from td_datapipes.cost import CostModel
 from td_datapipes.errors import (
@@ -99,7 +100,7 @@ class RowReader:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._plans = PlanReader(self.server.dial, RequestBuilder(self._layout.chunk_key), self._stats)
+        self._plans = self.new_plan_reader(self._stats)
 
     def read(self, rows: Rows) -> TensorDict:
         """The rows in the order asked, repeats kept.
@@ -117,21 +118,44 @@ class RowReader:
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
-            plan = self._plan(rows)
+            plan = self.plan(rows)
             batch = self._read(plan, time.monotonic() + self.server.timeout_seconds)
             self._stats.rows += len(rows)
             self._stats.batches += 1
         return batch
 
-    def _plan(self, rows: Rows) -> ReadPlan:
+    def plan(self, rows: Rows) -> ReadPlan:
+        """How to read rows, in the order given; pure."""
+        options = self.options
         return plan_read(
             rows,
             self.spec,
             self.costs.cost,
-            strategy=self.options.plan_strategy,
+            strategy=options.plan_strategy,
             slab_bytes=SLAB_BYTES,
-            atomic=self.options.atomic,
+            atomic=options.atomic,
         )
+
+    def plan_together(self, distinct: Rows) -> ReadPlan | None:
+        """How to read the distinct, ascending rows of several batches at once; None where that gains nothing."""
+        if self.options.atomic or not len(distinct) or not self.spec.segments:
+            return None
+        plan = self.plan(distinct)
+        return None if plan.strategy == "pipelined" else plan
+
+    def new_batch(self, plan: ReadPlan) -> tuple[BatchSink, TensorDict]:
+        """A batch whose values are still to come, and where they go."""
+        sink = make_sink(plan, self.spec, strided=self.options.strided, pin_memory=self.options.pin_memory)
+        return sink, new_tensordict(sink.tensors, self._nodes, plan.num_rows)
+
+    def new_plan_reader(self, stats: ReadStats) -> PlanReader:
+        """A reader with a connection of its own, dialled when it is first needed."""
+        return PlanReader(self.server.dial, RequestBuilder(self._layout.chunk_key), stats)
+
+    @property
+    def name(self) -> str:
+        """The data set's name."""
+        return self.manifest.name
 
     def _read(self, plan: ReadPlan, deadline: float) -> TensorDict:
         """Read a plan, once more if the connection breaks or the server has forgotten the script."""
@@ -140,8 +164,7 @@ class RowReader:
             try:
                 job = self._plans.start(plan)
                 # While the server works on it, the batch is put together around bytes that are still to come.
-                job.sink = make_sink(plan, self.spec, strided=self.options.strided, pin_memory=self.options.pin_memory)
-                batch = new_tensordict(job.sink.tensors, self._nodes, plan.num_rows)
+                job.sink, batch = self.new_batch(plan)
                 self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
             except ServerUnavailableError:
                 if attempt + 1 == _ATTEMPTS:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import secrets
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -209,7 +209,7 @@ class _Staging:
             ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
         )
         self._rows = 0
-        note = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
+        note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
         stage(server, name, self._id, json.dumps(note))
         self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, _IN_FLIGHT)
         self._groups = [

@@ -53,7 +53,8 @@ def row_bytes_view(tensor: torch.Tensor, nbytes: int) -> npt.NDArray[np.void]:
         tensor: contiguous, ``[rows, ...]``, each row `nbytes` > 0 bytes.
         nbytes: bytes of a row.
     """
-    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # A contiguous tensor may still have odd strides along dims of size 1, which `view` minds.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return np.ndarray((tensor.shape[0],), dtype=f"V{nbytes}", buffer=flat)
 
 
@@ -73,7 +74,9 @@ def pack_records(td: TensorDictBase, group: Group, out: npt.NDArray[np.uint8]) -
         value = _checked(td, field, rows)
         if field.nbytes == 0 or rows == 0:
             continue
-        source = row_bytes_view(value.detach().cpu().contiguous(), field.nbytes)
+        # A lazily conjugated or negated tensor's memory is not what it stands for.
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        source = row_bytes_view(plain, field.nbytes)
         np.ndarray((rows,), source.dtype, out, field.offset_bytes, (group.stride_bytes,))[:] = source
 
 

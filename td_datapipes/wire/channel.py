@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import select
+import socket
 import ssl
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from td_datapipes.errors import ServerTimeoutError, ServerUnavailableError
@@ -129,6 +131,11 @@ class Channel:
         self._poll.modify(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0))
         self._poll.poll(left * 1000 + 1)
         self._send()
+
+    def abort(self) -> None:
+        """Shut the connection down, so that another thread's wait on it ends. Not for a forked child."""
+        with suppress(OSError, AttributeError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Drop the connection, in this process only: the socket is closed, not shut down."""

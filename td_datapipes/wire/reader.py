@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ class ReadStats:
     commands: int = 0
     batches: int = 0
     wait_seconds: float = 0.0
+
+    def __add__(self, other: ReadStats) -> ReadStats:
+        return ReadStats(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(eq=False)
@@ -195,7 +198,8 @@ class PlanReader:
         The job's sink is not needed yet: it can be made while the server works.
         """
         job = ReadJob(plan, self._requests.for_plan(plan))
-        self._jobs.append(job)
+        if job.unfinished:
+            self._jobs.append(job)
         try:
             self._ask()
         except BaseException:
@@ -216,22 +220,27 @@ class PlanReader:
             TDDatapipesError: the connection or the server failed. After any error every started job is void.
         """
         began = time.perf_counter()
+        while job.unfinished:
+            self.step(deadline, doing)
+        self.stats.wait_seconds += time.perf_counter() - began
+
+    def step(self, deadline: float, doing: str) -> None:
+        """Receive one slab of the oldest job. Arguments and errors as `finish`."""
         try:
-            while job.unfinished:
-                self._receive_one(deadline, doing)
+            self._receive_one(deadline, doing)
         except BaseException:
             self.close()
             raise
-        job.sink.seal()
-        while self._jobs and not self._jobs[0].unfinished:
-            self._jobs.popleft()
-        self.stats.wait_seconds += time.perf_counter() - began
 
     def _receive_one(self, deadline: float, doing: str) -> None:
         if self._channel is None:
             raise ServerUnavailableError("the connection was dropped before this read was finished")
         self._channel.advance(deadline, doing)
-        self._in_flight_bytes -= self._sent.popleft().nbytes
+        slab = self._sent.popleft()
+        self._in_flight_bytes -= slab.nbytes
+        if not slab.job.unfinished:
+            slab.job.sink.seal()
+            self._jobs.remove(slab.job)
         if self._in_flight_bytes <= MAX_IN_FLIGHT_BYTES // 2:
             self._ask()
 
@@ -259,6 +268,12 @@ class PlanReader:
     def idle(self) -> bool:
         """Whether nothing is in flight."""
         return not self._jobs
+
+    def abort(self) -> None:
+        """Wake whoever waits in `step` or `finish` with an error. The one call that another thread may make."""
+        channel = self._channel
+        if channel is not None:
+            channel.abort()
 
     def close(self) -> None:
         """Drop the connection and every job that is not finished."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 
@@ -71,7 +71,7 @@ class ServerURL:
         except ValueError as error:
             raise URLError(f"the URL of data set {name!r} cannot be read: {error}") from None
         scheme = _SCHEMES.get(parts.scheme)
-        if scheme is None:
+        if scheme is None or "://" not in location:
             known = ", ".join(f"{known}://" for known in _SCHEMES)
             raise URLError(f"the URL's scheme is {parts.scheme!r}; it must be one of {known}")
         if require_name and not name:
@@ -83,7 +83,8 @@ class ServerURL:
             return cls._embedded(name, unquote(parts.netloc) + unquote(parts.path), parts.query)
         where = _address_of(parts.hostname, parts.path)
         _check_port(parts, where)
-        options = _options(urlunsplit((scheme, parts.netloc, parts.path, parts.query, "")), where)
+        # Put together by hand: urlunsplit writes "unix:/path", which redis-py does not take.
+        options = _options(f"{scheme}://{parts.netloc}{parts.path}?{parts.query}", where)
         credentials = {key: options.pop(key) for key in _SECRETS if key in options}
         return cls(name=name, address=_describe(options), folder=None, options=options, credentials=credentials)
 

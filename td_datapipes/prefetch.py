@@ -1,0 +1,341 @@
+"""Read announced batches before they are asked for: one background thread a data set and process.
+
+A batch sampler announces a window of batches in every batch it yields. Where the rows of a window lie close together,
+the window is read once, by covering ranges, into one buffer, and each batch is gathered out of it; where they are
+scattered, every batch is read by itself. Either way the requests of what comes next are sent before the replies of
+what comes now are read, and what was requested but not yet handed over is bounded in bytes.
+
+The thread is an optimisation, never a source of truth: a batch is handed over only if its rows are exactly the rows
+asked for, and whatever goes wrong here is left to an ordinary read, which repeats it or names the error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from tensordict import TensorDict
+from torch.utils.data import get_worker_info
+
+from td_datapipes.errors import ServerTimeoutError
+from td_datapipes.plan import Rows
+from td_datapipes.store import RowReader
+from td_datapipes.window_reads import BatchRead, ReadGroup, WindowBuffers, group_reads
+from td_datapipes.wire.reader import ReadStats
+
+__all__ = ["AnnouncedBatch", "Prefetcher"]
+
+_ASSEMBLE_AHEAD = 2
+"""Batches gathered from a window's buffer before they are asked for."""
+_JOIN_SECONDS = 5.0
+
+
+class AnnouncedWindow(Protocol):
+    """Consecutive batches that will be asked for; see `td_datapipes.samplers.Window`."""
+
+    @property
+    def first_ordinal(self) -> int: ...
+    @property
+    def batches(self) -> Sequence[Rows]: ...
+    @property
+    def next(self) -> AnnouncedWindow | None: ...
+
+
+class AnnouncedBatch(Protocol):
+    """A batch that says which one it is and what comes next; see `td_datapipes.samplers.RowBatch`."""
+
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def window(self) -> AnnouncedWindow | None: ...
+
+
+class Prefetcher:
+    """Hands over announced batches that a background thread has read ahead.
+
+    The thread starts with the first announcement and ends with `close`, with this object, or with the process.
+
+    Args:
+        reader: plans the reads, and does those that nobody announced.
+        limit_bytes: for everything requested and not handed over. A single group of batches may exceed it.
+    """
+
+    def __init__(self, reader: RowReader, limit_bytes: int) -> None:
+        self._reader = reader
+        self._limit_bytes = limit_bytes
+        self._ahead: _ReadAhead | None = None
+        self._pid = os.getpid()
+
+    def get(self, announced: AnnouncedBatch, rows: Rows) -> TensorDict:
+        """The rows of an announced batch, from what was read ahead or else by an ordinary read.
+
+        Args:
+            announced: the batch as its sampler made it.
+            rows: its rows, checked, ``[n]``.
+
+        Raises:
+            ServerTimeoutError: the server did not answer within its time-out.
+            TDDatapipesError: as `RowReader.read`.
+        """
+        if self._pid != os.getpid():  # a thread does not survive a fork
+            self._ahead, self._pid = None, os.getpid()
+        if self._ahead is None:
+            self._ahead = _ReadAhead(self._reader, self._limit_bytes)
+            weakref.finalize(self, self._ahead.close)
+        ready = self._ahead.get(announced, rows)
+        return self._reader.read(rows) if ready is None else ready
+
+    @property
+    def stats(self) -> ReadStats:
+        """What the thread has moved so far."""
+        return ReadStats() if self._ahead is None else self._ahead.stats
+
+    def close(self) -> None:
+        """End the thread; a later `get` starts another."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+
+class _ReadAhead:
+    """What the consumer and the thread share. `_changed` guards all of it; the thread alone touches `_plans`."""
+
+    def __init__(self, reader: RowReader, limit_bytes: int) -> None:
+        self._reader = reader
+        self._limit_bytes = limit_bytes
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._windows: dict[int, list[BatchRead]] = {}
+        self._unplanned: deque[int] = deque()
+        self._unstarted: deque[ReadGroup] = deque()
+        self._receiving: deque[ReadGroup] = deque()
+        self._gathering: deque[ReadGroup] = deque()
+        self._outstanding_bytes = 0
+        self._wanted: BatchRead | None = None
+        self._round = 0
+        self._closed = False
+        self._timed_out: ServerTimeoutError | None = None
+        self._buffers = WindowBuffers()
+        self.stats = ReadStats()
+        self._plans = reader.new_plan_reader(self.stats)
+        self._thread = threading.Thread(target=self._run, name="td_datapipes prefetch", daemon=True)
+        self._thread.start()
+
+    # The consumer's side.
+
+    def get(self, announced: AnnouncedBatch, rows: Rows) -> TensorDict | None:
+        """The batch if it was or can be read ahead, None where an ordinary read is to do it."""
+        began = time.monotonic()
+        with self._changed:
+            batch = self._expected(announced, rows)
+            if batch is None:
+                self._forget()
+                self._announce(announced)
+                batch = self._expected(announced, rows)
+            else:
+                self._announce(announced)
+            if batch is None:
+                return None
+            self._drop_passed(announced)
+            self._wanted = batch
+            self._changed.notify_all()
+            # The thread gives up first, and says why.
+            patience_seconds = self._reader.server.timeout_seconds + 1
+            self._changed.wait_for(lambda: batch.ready is not None or batch.failed or self._closed, patience_seconds)
+            self._wanted = None
+            self.stats.wait_seconds += time.monotonic() - began
+            if batch.ready is None:
+                if self._timed_out is not None:
+                    error, self._timed_out = self._timed_out, None
+                    raise error
+                self._forget()
+                return None
+            self._hand_over(batch)
+            self.stats.rows += len(rows)
+            self.stats.batches += 1
+            return batch.ready
+
+    def _expected(self, announced: AnnouncedBatch, rows: Rows) -> BatchRead | None:
+        """The batch under that ordinal, if it is on its way and has exactly those rows."""
+        for batches in self._windows.values():
+            for batch in batches:
+                if batch.ordinal == announced.ordinal:
+                    return batch if np.array_equal(batch.rows, rows) else None
+        return None
+
+    def _announce(self, announced: AnnouncedBatch) -> None:
+        worker = get_worker_info()
+        workers = 1 if worker is None else worker.num_workers
+        window = announced.window
+        while window is not None:
+            first = window.first_ordinal
+            if first not in self._windows:
+                fresh = [
+                    BatchRead(ordinal, rows, len(rows) * self._reader.spec.row_bytes)
+                    for ordinal, rows in enumerate(window.batches, first)
+                    if ordinal >= announced.ordinal and (ordinal - announced.ordinal) % workers == 0
+                ]
+                self._windows[first] = fresh
+                self._unplanned.append(first)
+            window = window.next
+
+    def _drop_passed(self, announced: AnnouncedBatch) -> None:
+        """Batches of windows before this one's will not be asked for any more."""
+        window = announced.window
+        if window is None:
+            return
+        for first in [first for first in self._windows if first < window.first_ordinal]:
+            for batch in self._windows[first]:
+                self._hand_over(batch)
+
+    def _hand_over(self, batch: BatchRead) -> None:
+        """The batch no longer counts: it is the consumer's now, or nobody's."""
+        if batch.handed_over:
+            return
+        batch.handed_over = True
+        if batch.counted:
+            self._outstanding_bytes -= batch.nbytes
+        for first, batches in list(self._windows.items()):
+            if batch in batches:
+                batches.remove(batch)
+                if not batches:
+                    del self._windows[first]
+        self._changed.notify_all()
+
+    def _forget(self) -> None:
+        """Start over: what is on its way is not what is asked for, or cannot be had."""
+        for batches in self._windows.values():
+            for batch in batches:
+                batch.failed = True
+        self._windows.clear()
+        self._unplanned.clear()
+        self._unstarted.clear()
+        self._receiving.clear()
+        self._gathering.clear()
+        self._outstanding_bytes = 0
+        self._round += 1
+        self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread. Does nothing in a forked child: the thread is its parent's."""
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            self._closed = True
+            self._forget()
+        self._plans.abort()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+
+    # The thread's side.
+
+    def _run(self) -> None:
+        seen = self._round
+        while True:
+            with self._changed:
+                while not (self._closed or self._round != seen or self._has_work()):
+                    self._changed.wait()
+                if self._closed:
+                    break
+                fresh, seen = self._round != seen, self._round
+            try:
+                if fresh:
+                    self._plans.close()
+                else:
+                    self._work(seen)
+            except Exception as error:
+                self._plans.close()
+                with self._changed:
+                    if self._round == seen:
+                        self._timed_out = error if isinstance(error, ServerTimeoutError) else None
+                        self._forget()
+        self._plans.close()
+
+    def _has_work(self) -> bool:
+        return bool(self._unplanned or self._receiving or self._next_to_gather() or self._next_to_start())
+
+    def _work(self, seen: int) -> None:
+        """One step, the most urgent first: gather a batch, plan a window, send requests, receive a slab."""
+        with self._changed:
+            if self._round != seen:
+                return
+            gather = self._next_to_gather()
+            window = self._windows.get(self._unplanned.popleft()) if not gather and self._unplanned else None
+            start = None if gather or window else self._next_to_start()
+            receiving = self._receiving[0] if self._receiving and not (gather or window or start) else None
+        if gather is not None:
+            self._gather(*gather)
+        elif window is not None:
+            groups = group_reads(self._reader, list(window), self._limit_bytes // 2)
+            with self._changed:
+                if self._round == seen:
+                    self._unstarted.extend(groups)
+        elif start is not None:
+            self._start(start, seen)
+        elif receiving is not None:
+            self._receive(receiving, seen)
+
+    def _next_to_gather(self) -> tuple[ReadGroup, BatchRead] | None:
+        """The first batch that is in a buffer but not put together, while few enough are ready."""
+        ready = 0
+        for group in self._gathering:
+            for batch in group.batches:
+                if batch.handed_over:
+                    continue
+                if batch.ready is None:
+                    return (group, batch) if ready < _ASSEMBLE_AHEAD or batch is self._wanted else None
+                ready += 1
+        return None
+
+    def _next_to_start(self) -> ReadGroup | None:
+        """The next group, if the limit has room for it or the consumer waits for one of its batches."""
+        while self._unstarted and all(batch.handed_over for batch in self._unstarted[0].batches):
+            self._unstarted.popleft()
+        if not self._unstarted:
+            return None
+        group = self._unstarted[0]
+        fits = self._outstanding_bytes + group.nbytes <= self._limit_bytes or self._outstanding_bytes == 0
+        return group if fits or self._wanted in group.batches else None
+
+    def _start(self, group: ReadGroup, seen: int) -> None:
+        with self._changed:
+            if self._round != seen:
+                return
+            self._unstarted.popleft()
+            for batch in group.batches:
+                if not batch.handed_over:
+                    batch.counted = True
+                    self._outstanding_bytes += batch.nbytes
+            self._receiving.append(group)
+        group.start(self._plans, self._reader, self._buffers)
+
+    def _receive(self, group: ReadGroup, seen: int) -> None:
+        job = group.job
+        if job is not None and job.unfinished:
+            deadline = time.monotonic() + self._reader.server.timeout_seconds
+            self._plans.step(deadline, f"reading ahead {group.plan.num_rows} rows of {self._reader.name!r}")
+        if job is None or not job.unfinished:
+            with self._changed:
+                if self._round != seen:
+                    return
+                self._receiving.popleft()
+                if group.finish():
+                    self._changed.notify_all()
+                else:
+                    self._gathering.append(group)
+
+    def _gather(self, group: ReadGroup, batch: BatchRead) -> None:
+        made = group.gather(batch, self._reader)
+        with self._changed:
+            batch.ready = made
+            self._changed.notify_all()
+            if all(batch.ready is not None or batch.handed_over for batch in group.batches):
+                if group in self._gathering:
+                    self._gathering.remove(group)
+                group.release(self._buffers)

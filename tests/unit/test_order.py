@@ -1,0 +1,320 @@
+"""Orders against plain-Python oracles: permutations, block order, shares, cursors."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections import Counter
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from td_datapipes.errors import ConfigurationError, StateError
+from td_datapipes.order import (
+    BlockOrder,
+    Cursor,
+    Permutation,
+    Share,
+    derive_key,
+    fingerprint,
+    hash_positions,
+    uniform_floats,
+    worker_batches,
+    worker_spans,
+)
+
+MASK = (1 << 64) - 1
+
+
+def splitmix64(seed: int, count: int) -> list[int]:
+    """The published generator, step by step."""
+    words = []
+    for _ in range(count):
+        seed = (seed + 0x9E3779B97F4A7C15) & MASK
+        word = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
+        words.append(word ^ (word >> 31))
+    return words
+
+
+def feistel(n: int, key: int, position: int) -> int:
+    """A large permutation, one position at a time."""
+    radix_high = math.isqrt(n - 1) + 1
+    radix_low = -(-n // radix_high)
+    keys = splitmix64(key, 8)
+    while True:
+        digits = [position // radix_low, position % radix_low]
+        for number, round_key in enumerate(keys):
+            changed = number % 2
+            word = ((digits[1 - changed] + round_key) * 0xBF58476D1CE4E5B9) & MASK
+            word = ((word ^ (word >> 32)) * 0x94D049BB133111EB) & MASK
+            radix = (radix_high, radix_low)[changed]
+            digits[changed] = (digits[changed] + ((word >> 32) * radix >> 32)) % radix
+        position = digits[0] * radix_low + digits[1]
+        if position < n:
+            return position
+
+
+def block_order(order: BlockOrder) -> list[int]:
+    """Block order as it is described: blocks permuted, grouped into buffers, each buffer's rows permuted."""
+    n, size = order.n, order.block_rows
+    blocks = [list(range(first, min(first + size, n))) for first in range(0, n, size)]
+    key = derive_key(order.seed, order.epoch, "blocks")
+    permuted = [blocks[block] for block in Permutation(len(blocks), key).slice(0, len(blocks))]
+    rows: list[int] = []
+    for number, first in enumerate(range(0, len(permuted), order.buffer_blocks)):
+        held = [row for block in permuted[first : first + order.buffer_blocks] for row in block]
+        own_key = int(hash_positions(derive_key(order.seed, order.epoch, "buffers"), np.array([number]))[0])
+        rows += [held[place] for place in Permutation(len(held), own_key).slice(0, len(held))]
+    return rows
+
+
+class TestKeys:
+    def test_hashes_are_the_published_splitmix64(self) -> None:
+        # The first outputs for seed 0, as published with the reference code.
+        published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+        assert splitmix64(0, 3) == published
+        assert hash_positions(0, np.arange(3)).tolist() == published
+        assert hash_positions(MASK, np.arange(100)).tolist() == splitmix64(MASK, 100)
+
+    def test_every_part_changes_the_key(self) -> None:
+        keys = {
+            derive_key(seed, epoch, purpose, index)
+            for seed in (0, 1, 2, 1 << 63)
+            for epoch in range(5)
+            for purpose in ("rows", "blocks")
+            for index in range(3)
+        }
+        assert len(keys) == 4 * 5 * 2 * 3
+
+    def test_floats_fill_the_unit_interval(self) -> None:
+        drawn = uniform_floats(7, np.arange(100_000))
+        assert drawn.min() >= 0
+        assert drawn.max() < 1
+        counts = np.bincount((drawn * 10).astype(int), minlength=10)
+        # 6 standard deviations of a binomial count.
+        assert np.abs(counts - 10_000).max() < 6 * math.sqrt(100_000 * 0.1 * 0.9)
+
+
+class TestPermutation:
+    @given(n=st.integers(1, 5000), key=st.integers(0, MASK))
+    @settings(max_examples=60, deadline=None)
+    def test_is_a_bijection_with_its_inverse(self, n: int, key: int) -> None:
+        permutation = Permutation(n, key)
+        rows = permutation.slice(0, n)
+        assert np.array_equal(np.sort(rows), np.arange(n))
+        assert np.array_equal(permutation.inverse(rows), np.arange(n))
+
+    @pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 1024, 1025, 1026, 2048, 1_000_003])
+    def test_edges(self, n: int) -> None:
+        rows = Permutation(n, 99).slice(0, n)
+        assert rows.dtype == np.int64
+        assert np.array_equal(np.sort(rows), np.arange(n))
+
+    @pytest.mark.parametrize("n", [1025, 3000, 100_000_000, (1 << 62) - 1])
+    def test_large_equals_the_scalar_oracle(self, n: int) -> None:
+        permutation = Permutation(n, 0xABCDEF)
+        positions = [0, 1, 2, n // 3, n // 2, n - 2, n - 1]
+        rows = permutation.permute(np.array(positions))
+        assert rows.tolist() == [feistel(n, 0xABCDEF, position) for position in positions]
+        assert permutation.inverse(rows).tolist() == positions
+
+    @pytest.mark.parametrize("n", [2, 3, 4, 5])
+    def test_all_orders_of_few_rows_are_reached_equally_often(self, n: int) -> None:
+        seeds = 200 * math.factorial(n)
+        counts = Counter(
+            tuple(Permutation(n, derive_key(seed, 0, "rows")).slice(0, n).tolist()) for seed in range(seeds)
+        )
+        assert set(counts) == set(permutations(range(n)))
+        # 6 standard deviations of a count of mean 200.
+        assert max(abs(count - 200) for count in counts.values()) < 6 * math.sqrt(200)
+
+    @pytest.mark.parametrize("n", [1025, 2500, 1 << 40])
+    def test_a_position_goes_everywhere_over_seeds(self, n: int) -> None:
+        where = [
+            int(Permutation(n, derive_key(seed, 1, "rows")).permute(np.array([n // 2]))[0]) for seed in range(2000)
+        ]
+        counts = np.bincount([row * 20 // n for row in where], minlength=20)
+        chi_squared = float(((counts - 100) ** 2 / 100).sum())
+        # 19 degrees of freedom: mean 19, standard deviation 6.2.
+        assert chi_squared < 19 + 6 * 6.2
+
+    def test_neighbours_part(self) -> None:
+        rows = Permutation(100_000, derive_key(0, 0, "rows")).slice(0, 100_000)
+        positions = np.arange(100_000)
+        assert abs(np.corrcoef(rows, positions)[0, 1]) < 6 / math.sqrt(100_000)
+        assert abs(np.corrcoef(rows[1:], rows[:-1])[0, 1]) < 6 / math.sqrt(100_000)
+        # Fixed points of a random permutation: Poisson of mean 1.
+        assert int((rows == positions).sum()) < 8
+
+    def test_a_slice_is_the_positions_one_by_one(self) -> None:
+        permutation = Permutation(50_000, 5)
+        whole = permutation.permute(np.arange(50_000))
+        assert np.array_equal(permutation.slice(123, 20_123), whole[123:20_123])
+        assert permutation.slice(7, 7).tolist() == []
+
+    @pytest.mark.parametrize("positions", [[-1], [0, 10], [1 << 40]])
+    def test_positions_outside_are_refused(self, positions: list[int]) -> None:
+        with pytest.raises(ConfigurationError, match=r"positions are in \[0, 10\)"):
+            Permutation(10, 1).permute(np.array(positions))
+
+
+class TestBlockOrder:
+    @pytest.mark.parametrize("block_rows", [1, 2, 3, 7, 64])
+    @pytest.mark.parametrize("buffer_blocks", [1, 2, 3, 100])
+    def test_equals_the_oracle(self, block_rows: int, buffer_blocks: int) -> None:
+        for n in (*range(20), 63, 64, 65, 130):
+            for epoch in range(3):
+                order = BlockOrder(n, block_rows, buffer_blocks, 11, epoch)
+                assert order.slice(0, n).tolist() == block_order(order), (n, epoch)
+
+    @pytest.mark.parametrize("n", [5000, 5001, 12_345])
+    def test_large_buffers_equal_the_oracle(self, n: int) -> None:
+        order = BlockOrder(n, 100, 17, 3, 1)
+        assert order.slice(0, n).tolist() == block_order(order)
+
+    @given(
+        n=st.integers(0, 3000), block_rows=st.integers(1, 400), buffer_blocks=st.integers(1, 9), seed=st.integers(0, 99)
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_each_row_comes_once(self, n: int, block_rows: int, buffer_blocks: int, seed: int) -> None:
+        rows = BlockOrder(n, block_rows, buffer_blocks, seed, 0).slice(0, n)
+        assert np.array_equal(np.sort(rows), np.arange(n))
+
+    def test_any_position_at_once(self) -> None:
+        order = BlockOrder(10_007, 16, 10, 0, 4)
+        whole = order.slice(0, 10_007)
+        scattered = np.random.default_rng(0).permutation(10_007)
+        assert np.array_equal(order.permute(scattered), whole[scattered])
+
+    def test_a_buffer_touches_only_its_blocks(self) -> None:
+        order = BlockOrder(1003, 10, 7, 2, 0)
+        rows, seen, start = order.slice(0, 1003), set[int](), 0
+        for buffer in range(math.ceil(101 / 7)):
+            stop = order.buffer_stop(buffer)
+            blocks = {row // 10 for row in rows[start:stop].tolist()}
+            assert len(blocks) == (7 if buffer < 14 else 101 - 14 * 7)
+            assert not blocks & seen
+            assert {order.buffer_of(position) for position in (start, stop - 1)} == {buffer}
+            seen |= blocks
+            start = stop
+        assert start == 1003
+
+    def test_depth_sorts_by_block_position_then_row(self) -> None:
+        # 101 blocks, the last of 3 rows; buffers of 7 blocks, the last one of 3.
+        order = BlockOrder(1003, 10, 7, 2, 0)
+        for buffer in range(15):
+            start = order.buffer_stop(buffer - 1) if buffer else 0
+            places = order.places(np.arange(start, order.buffer_stop(buffer)))
+            depths = order.depths(places)
+            assert 0 <= depths.min() < depths.max() < 1 << 31
+            rows = order.rows_of(places[np.argsort(depths)]).tolist()
+            blocks = list(dict.fromkeys(row // 10 for row in rows))
+            assert rows == [row for block in blocks for row in range(block * 10, min(block * 10 + 10, 1003))]
+
+    def test_survives_pickle(self) -> None:
+        order = BlockOrder(1003, 10, 7, 2, 0)
+        order.slice(0, 1003)
+        again = pickle.loads(pickle.dumps(order))
+        assert again == order
+        assert np.array_equal(again.slice(0, 1003), order.slice(0, 1003))
+        assert len(pickle.dumps(order)) < 200
+
+    def test_impossible_sizes_are_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="block_rows >= 1"):
+            BlockOrder(10, 0, 1, 0, 0)
+
+
+class TestShare:
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+    @pytest.mark.parametrize("batch_size", [1, 2, 4])
+    @pytest.mark.parametrize("start", [0, 5, 101])
+    def test_ranks_part_the_order(self, world_size: int, batch_size: int, start: int) -> None:
+        for length in (0, 1, 2, 3, 7, 8, 101):
+            shares = [
+                Share(length=length, start=start, batch_size=batch_size, rank=rank, world_size=world_size)
+                for rank in range(world_size)
+            ]
+            assert len({share.num_batches for share in shares}) == 1
+            seen: list[int] = []
+            for batch in range(shares[0].num_batches):
+                parts = [share.positions(batch) for share in shares]
+                assert len({len(positions) for positions, _ in parts}) == 1
+                for positions, padded in parts:
+                    seen += positions[: len(positions) - padded].tolist()
+                assert sum(padded for _, padded in parts) < world_size
+            assert seen == list(range(start, length))
+
+    def test_dropping_the_tail_loses_less_than_a_global_batch(self) -> None:
+        for length in range(40):
+            shares = [Share(length=length, batch_size=2, rank=rank, world_size=3, tail="drop") for rank in range(3)]
+            kept = [
+                position
+                for batch in range(shares[0].num_batches)
+                for share in shares
+                for position in share.positions(batch)[0].tolist()
+            ]
+            assert kept == list(range(length - length % 6))
+            assert all(share.positions(0)[1] == 0 for share in shares if share.num_batches)
+
+    def test_padding_repeats_the_beginning(self) -> None:
+        positions, padded = Share(length=5, batch_size=4, rank=3, world_size=4).positions(0)
+        # 5 positions over 4 ranks are 2 each: ranks 0 and 1 are full, rank 2 has one of its own, rank 3 none.
+        assert positions.tolist() == [0, 1]
+        assert padded == 2
+
+    def test_consumed_stops_at_the_end(self) -> None:
+        share = Share(length=11, batch_size=2, world_size=2)
+        assert [share.consumed(batches) for batches in range(4)] == [0, 4, 8, 11]
+
+
+class TestWorkers:
+    @pytest.mark.parametrize("num_workers", [1, 3, 4, 7])
+    def test_each_row_goes_to_one_worker(self, num_workers: int) -> None:
+        for rows in (0, 1, 3, 100, 101):
+            spans = [
+                list(worker_spans(rows, unit_rows=4, worker=worker, num_workers=num_workers))
+                for worker in range(num_workers)
+            ]
+            assert sorted(row for own in spans for span in own for row in span) == list(range(rows))
+            # Whoever drops a span that is not full loses fewer than 4 rows in all.
+            assert sum(len(span) for own in spans for span in own if len(span) < 4) == rows % 4
+
+    def test_batches_are_dealt_in_turn(self) -> None:
+        assert [list(worker_batches(7, worker=worker, num_workers=3)) for worker in range(3)] == [
+            [0, 3, 6],
+            [1, 4],
+            [2, 5],
+        ]
+        assert list(worker_batches(2, worker=3, num_workers=4)) == []
+
+
+class TestCursor:
+    def test_goes_through_json(self) -> None:
+        cursor = Cursor(seed=1, epoch=2, rows=100, rows_consumed=40, fingerprint="x")
+        assert Cursor.from_dict(json.loads(json.dumps(cursor.to_dict()))) == cursor
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"version": 2}, "version 1 is needed, got 2"),
+            ({"epoch": -1}, "epoch is an integer >= 0, got -1"),
+            ({"rows": "3"}, "rows is an integer >= 0, got '3'"),
+            ({"fingerprint": None}, "fingerprint is a string, got None"),
+        ],
+    )
+    def test_another_form_is_refused(self, change: dict[str, object], message: str) -> None:
+        values = Cursor(seed=1, epoch=2, rows=100, rows_consumed=40, fingerprint="x").to_dict()
+        with pytest.raises(StateError, match=message):
+            Cursor.from_dict({**values, **change})
+
+    def test_fingerprints_are_readable(self) -> None:
+        class Data:
+            fingerprint = "abc"
+
+        assert fingerprint("Kind", Data(), 10, block_rows=2) == "Kind(rows=10, block_rows=2)@abc"
+        assert fingerprint("Kind", [], 10) == "Kind(rows=10)"
