@@ -18,12 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from td_datapipes.plan import Copy, Output, PeriodicSlab, ReadPlan, ReadSpec, Slab, Spacing
+from td_datapipes.memory import MemoryPool
+from td_datapipes.plan import Copy, Output, PeriodicSlab, ReadPlan, ReadSpec, Rows, Slab, Spacing
 from td_datapipes.schema import ALIGNMENT_BYTES, Key
 
 __all__ = ["BatchSink", "ContiguousBatch", "StridedBatch", "make_sink"]
 
 Bytes = npt.NDArray[np.uint8]
+
+_RUN_BYTES = 16 * 1024
+"""Runs that are longer on average are moved one by one; shorter ones cost less to gather all at once."""
 
 
 class BatchSink(Protocol):
@@ -47,29 +51,37 @@ class BatchSink(Protocol):
         """Every slab was taken: what is left to do before `tensors` are right."""
 
 
-def make_sink(plan: ReadPlan, spec: ReadSpec, *, strided: bool, pin_memory: bool) -> BatchSink:
-    """The sink for a plan; `pin_memory` takes page-locked memory from torch's host allocator (needs an accelerator)."""
+def make_sink(plan: ReadPlan, spec: ReadSpec, pool: MemoryPool, *, strided: bool, pin_memory: bool) -> BatchSink:
+    """The sink for a plan.
+
+    Args:
+        plan: what will arrive.
+        spec: what each row is.
+        pool: gives contiguous fields their memory.
+        strided: views of one buffer in place of contiguous fields. Such a buffer is never used again by us.
+        pin_memory: take page-locked memory from torch's host allocator (needs an accelerator), never from the pool.
+    """
     if strided:
         return StridedBatch(plan, spec, pin_memory=pin_memory)
-    return ContiguousBatch(plan.num_rows, spec, pin_memory=pin_memory)
+    return ContiguousBatch(plan.num_rows, spec, pool, pin_memory=pin_memory)
 
 
 class ContiguousBatch:
     """One contiguous tensor a field, each with memory of its own."""
 
-    def __init__(self, num_rows: int, spec: ReadSpec, *, pin_memory: bool) -> None:
-        new = _pinned_field if pin_memory else _new_field
+    def __init__(self, num_rows: int, spec: ReadSpec, pool: MemoryPool, *, pin_memory: bool) -> None:
         self.tensors: dict[Key, torch.Tensor] = {}
         memories = []
         for output in spec.outputs:
-            self.tensors[output.key], memory = new(num_rows, output)
+            made = _pinned_field(num_rows, output) if pin_memory else _new_field(num_rows, output, pool)
+            self.tensors[output.key], memory = made
             memories.append(memory)
         self._copies = [
             (copy, _items(memories[copy.output], copy.nbytes, copy.output_start, spec.outputs[copy.output].nbytes))
             for copy in spec.copies
         ]
 
-    def target(self, slab: Slab) -> None:  # noqa: ARG002 - the protocol's signature
+    def target(self, slab: Slab) -> None:
         """Always staging."""
 
     def take(self, slab: Slab, stream: Bytes) -> None:
@@ -183,14 +195,34 @@ def _copy_rows(slab: Slab, segment: int, start: int, stream: Bytes, rows: npt.ND
     offsets = offsets + start
     if slab.sources is not None:
         offsets = offsets[slab.sources]
+    breaks = np.flatnonzero(np.diff(offsets, 2)) + 2
+    if len(offsets) * rows.dtype.itemsize >= _RUN_BYTES * (len(breaks) + 1):
+        _copy_runs(offsets, breaks, slab.positions, stream, rows)
+        return
     # Overlapping windows, one at every byte: indexing them gathers from any offsets, and numpy moves each as a block.
     windows = np.ndarray((len(stream) - rows.dtype.itemsize + 1,), rows.dtype, stream, 0, (1,))
     rows[slab.positions] = windows[offsets]
 
 
-def _new_field(num_rows: int, output: Output) -> tuple[torch.Tensor, Bytes]:
+def _copy_runs(offsets: Rows, breaks: Rows, positions: slice | Rows, stream: Bytes, rows: npt.NDArray[np.void]) -> None:
+    """Move evenly spaced runs of rows, each without a temporary: for rows so long that copying twice would show.
+
+    `breaks` holds where the second difference of `offsets` is not 0: a run may begin there, or one row before.
+    """
+    places = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
+    begin = 0
+    for end in [*breaks.tolist(), len(offsets)]:
+        if end <= begin:
+            continue
+        step = int(offsets[begin + 1] - offsets[begin]) if end - begin > 1 else rows.dtype.itemsize
+        shape, first = (end - begin,), int(offsets[begin])
+        rows[places[begin:end]] = np.ndarray(shape, rows.dtype, stream, first, (step,))
+        begin = end
+
+
+def _new_field(num_rows: int, output: Output, pool: MemoryPool) -> tuple[torch.Tensor, Bytes]:
     """A contiguous field and its memory. numpy allocates it, which is quicker than a view of torch's."""
-    memory = np.empty(num_rows * output.nbytes, dtype=np.uint8)
+    memory = pool.take(num_rows * output.nbytes)
     if not len(memory):
         return torch.empty((num_rows, *output.shape), dtype=output.dtype), memory
     return torch.from_numpy(memory).view(output.dtype).view(num_rows, *output.shape), memory

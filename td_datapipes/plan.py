@@ -467,7 +467,8 @@ def _covering_slabs(
         if order is not None:
             low, high = np.searchsorted(ordered, [part[0], part[-1] + 1])
             positions = order[low:high]
-            sources = np.searchsorted(part, ordered[low:high])
+            if high - low > len(part):  # repeats
+                sources = np.searchsorted(part, ordered[low:high])
         yield _covering_slab(part, spec, max_gap_bytes, positions, sources, as_table=as_table)
 
 

@@ -1,9 +1,9 @@
 """Read announced batches before they are asked for: one background thread a data set and process.
 
 A batch sampler announces a window of batches in every batch it yields. Where the rows of a window lie close together,
-the window is read once, by covering ranges, into one buffer, and each batch is gathered out of it; where they are
-scattered, every batch is read by itself. Either way the requests of what comes next are sent before the replies of
-what comes now are read, and what was requested but not yet handed over is bounded in bytes.
+the window is read at once by covering ranges, each row moved straight to its batch; where they are scattered, every
+batch is read by itself. Either way the requests of what comes next are sent before the replies of what comes now are
+read, and what was requested but not yet handed over is bounded in bytes.
 
 The thread is an optimisation, never a source of truth: a batch is handed over only if its rows are exactly the rows
 asked for, and whatever goes wrong here is left to an ordinary read, which repeats it or names the error.
@@ -26,13 +26,11 @@ from torch.utils.data import get_worker_info
 from td_datapipes.errors import ServerTimeoutError
 from td_datapipes.plan import Rows
 from td_datapipes.store import RowReader
-from td_datapipes.window_reads import BatchRead, ReadGroup, WindowBuffers, group_reads
+from td_datapipes.window_reads import BatchRead, ReadGroup, group_reads
 from td_datapipes.wire.reader import ReadStats
 
 __all__ = ["AnnouncedBatch", "Prefetcher"]
 
-_ASSEMBLE_AHEAD = 2
-"""Batches gathered from a window's buffer before they are asked for."""
 _JOIN_SECONDS = 5.0
 
 
@@ -115,13 +113,11 @@ class _ReadAhead:
         self._unplanned: deque[int] = deque()
         self._unstarted: deque[ReadGroup] = deque()
         self._receiving: deque[ReadGroup] = deque()
-        self._gathering: deque[ReadGroup] = deque()
         self._outstanding_bytes = 0
         self._wanted: BatchRead | None = None
         self._round = 0
         self._closed = False
         self._timed_out: ServerTimeoutError | None = None
-        self._buffers = WindowBuffers()
         self.stats = ReadStats()
         self._plans = reader.new_plan_reader(self.stats)
         self._thread = threading.Thread(target=self._run, name="td_datapipes prefetch", daemon=True)
@@ -217,7 +213,6 @@ class _ReadAhead:
         self._unplanned.clear()
         self._unstarted.clear()
         self._receiving.clear()
-        self._gathering.clear()
         self._outstanding_bytes = 0
         self._round += 1
         self._changed.notify_all()
@@ -258,20 +253,17 @@ class _ReadAhead:
         self._plans.close()
 
     def _has_work(self) -> bool:
-        return bool(self._unplanned or self._receiving or self._next_to_gather() or self._next_to_start())
+        return bool(self._unplanned or self._receiving or self._next_to_start())
 
     def _work(self, seen: int) -> None:
-        """One step, the most urgent first: gather a batch, plan a window, send requests, receive a slab."""
+        """One step, the most urgent first: plan a window, send requests, receive a slab."""
         with self._changed:
             if self._round != seen:
                 return
-            gather = self._next_to_gather()
-            window = self._windows.get(self._unplanned.popleft()) if not gather and self._unplanned else None
-            start = None if gather or window else self._next_to_start()
-            receiving = self._receiving[0] if self._receiving and not (gather or window or start) else None
-        if gather is not None:
-            self._gather(*gather)
-        elif window is not None:
+            window = self._windows.get(self._unplanned.popleft()) if self._unplanned else None
+            start = None if window else self._next_to_start()
+            receiving = self._receiving[0] if self._receiving and not (window or start) else None
+        if window is not None:
             groups = group_reads(self._reader, list(window), self._limit_bytes // 2)
             with self._changed:
                 if self._round == seen:
@@ -280,18 +272,6 @@ class _ReadAhead:
             self._start(start, seen)
         elif receiving is not None:
             self._receive(receiving, seen)
-
-    def _next_to_gather(self) -> tuple[ReadGroup, BatchRead] | None:
-        """The first batch that is in a buffer but not put together, while few enough are ready."""
-        ready = 0
-        for group in self._gathering:
-            for batch in group.batches:
-                if batch.handed_over:
-                    continue
-                if batch.ready is None:
-                    return (group, batch) if ready < _ASSEMBLE_AHEAD or batch is self._wanted else None
-                ready += 1
-        return None
 
     def _next_to_start(self) -> ReadGroup | None:
         """The next group, if the limit has room for it or the consumer waits for one of its batches."""
@@ -313,7 +293,7 @@ class _ReadAhead:
                     batch.counted = True
                     self._outstanding_bytes += batch.nbytes
             self._receiving.append(group)
-        group.start(self._plans, self._reader, self._buffers)
+        group.start(self._plans, self._reader)
 
     def _receive(self, group: ReadGroup, seen: int) -> None:
         job = group.job
@@ -325,17 +305,5 @@ class _ReadAhead:
                 if self._round != seen:
                     return
                 self._receiving.popleft()
-                if group.finish():
-                    self._changed.notify_all()
-                else:
-                    self._gathering.append(group)
-
-    def _gather(self, group: ReadGroup, batch: BatchRead) -> None:
-        made = group.gather(batch, self._reader)
-        with self._changed:
-            batch.ready = made
-            self._changed.notify_all()
-            if all(batch.ready is not None or batch.handed_over for batch in group.batches):
-                if group in self._gathering:
-                    self._gathering.remove(group)
-                group.release(self._buffers)
+                group.finish(self._reader)
+                self._changed.notify_all()

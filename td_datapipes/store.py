@@ -24,6 +24,7 @@ from td_datapipes.errors import (
 )
 from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec
 from td_datapipes.manifest import Manifest
+from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import STRATEGIES, ReadPlan, ReadSpec, Rows, Slab, Strategy, plan_read
 from td_datapipes.schema import Field, format_key, new_tensordict
 from td_datapipes.wire.faults import RangeFault, error_from_text
@@ -95,6 +96,7 @@ class RowReader:
         everything = len(fields) == len(manifest.schema.fields)
         self._nodes = tuple(node for node in manifest.schema.nodes if everything or node.key in kept or not node.key)
         self._stats = ReadStats()
+        self._pool = MemoryPool()
         self._reset()
 
     def _reset(self) -> None:
@@ -136,17 +138,22 @@ class RowReader:
             atomic=options.atomic,
         )
 
-    def plan_together(self, distinct: Rows) -> ReadPlan | None:
-        """How to read the distinct, ascending rows of several batches at once; None where that gains nothing."""
-        if self.options.atomic or not len(distinct) or not self.spec.segments:
+    def plan_together(self, rows: Rows) -> ReadPlan | None:
+        """How to read the rows of several batches at once; None where that gains nothing."""
+        if self.options.atomic or not len(rows) or not self.spec.segments:
             return None
-        plan = self.plan(distinct)
+        plan = self.plan(rows)
         return None if plan.strategy == "pipelined" else plan
 
     def new_batch(self, plan: ReadPlan) -> tuple[BatchSink, TensorDict]:
         """A batch whose values are still to come, and where they go."""
-        sink = make_sink(plan, self.spec, strided=self.options.strided, pin_memory=self.options.pin_memory)
+        sink = make_sink(plan, self.spec, self._pool, strided=self.options.strided, pin_memory=self.options.pin_memory)
         return sink, new_tensordict(sink.tensors, self._nodes, plan.num_rows)
+
+    def slice_batch(self, sink: BatchSink, start: int, stop: int) -> TensorDict:
+        """Rows ``[start, stop)`` of what a sink holds, as a batch of views."""
+        values = {key: tensor[start:stop] for key, tensor in sink.tensors.items()}
+        return new_tensordict(values, self._nodes, stop - start)
 
     def new_plan_reader(self, stats: ReadStats) -> PlanReader:
         """A reader with a connection of its own, dialled when it is first needed."""

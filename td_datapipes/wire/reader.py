@@ -97,12 +97,18 @@ class _SlabExchange:
             return self._parser.target()
         if self._stream is None:
             self._begin()
-        if self._got == self.nbytes:
-            self._finish()
+        if self._got < self.nbytes:
+            return self._view[self._got :]
+        if self._framed():
+            self.job.sink.take(self._slab, self._stream)  # type: ignore[arg-type]
+            self.job.unfinished -= 1
             return memoryview(b"")
-        return self._view[self._got :]
+        # As long as what was asked for, but something else: more may have to come until it is known what.
+        return self._parse_singly().target()
 
     def _begin(self) -> None:
+        if not hasattr(self.job, "sink"):
+            raise ServerUnavailableError("an earlier read on this connection was given up before its reply came")
         own = self.job.sink.target(self._slab)
         self._stream = self._staging.stretch(self.nbytes) if own is None else own
         self._view = self._stream.data
@@ -122,16 +128,11 @@ class _SlabExchange:
             self._check = stream_check(self._slab)
         return self._check.matches(self._stream, self._got)  # type: ignore[arg-type]
 
-    def _finish(self) -> None:
-        if not self._framed():
-            self._parse_singly()
-        self.job.sink.take(self._slab, self._stream)  # type: ignore[arg-type]
-        self.job.unfinished -= 1
-
-    def _parse_singly(self) -> None:
+    def _parse_singly(self) -> _FaultFinder:
         """Not what was asked for: read on reply by reply until it is known what came instead."""
         self._parser = _FaultFinder(self._number, self._slab)
         self._parser.feed(self._view[: self._got])
+        return self._parser
 
 
 class _FaultFinder:

@@ -32,6 +32,7 @@ __all__ = [
 
 MAX_LINE_BYTES = 64 * 1024
 """A reply line (an error's text, a length) longer than this is no reply of a server we know."""
+_KINDS = (b"", b"+", b"-", b":", b"$", b"*")
 
 
 @lru_cache(maxsize=4096)
@@ -172,21 +173,23 @@ class ReplyParser:
         Raises:
             ProtocolError: bytes that are no RESP2 reply.
         """
+        kind = bytes(self._buffer[self._at : self._at + 1])
+        if kind not in _KINDS:  # at once: a line end may never come
+            start = bytes(self._buffer[self._at : self._at + 20])
+            raise ProtocolError(f"a RESP2 reply starts with one of + - : $ *, this one with {start!r}")
         end = self._buffer.find(b"\r\n", self._at, self._at + MAX_LINE_BYTES + 2)
         if end < 0:
             if len(self._buffer) - self._at > MAX_LINE_BYTES:
                 raise ProtocolError(f"no line end within {MAX_LINE_BYTES} bytes: this is no RESP2 reply")
             return NEED_DATA
         line = bytes(self._buffer[self._at : end])
-        kind, rest = line[:1], line[1:]
+        rest = line[1:]
         if kind == b"$":
             return self._bulk(end + 2, _length(rest))
         self._at = end + 2
         if kind == b"-":
             return ErrorReply(rest.decode("utf-8", "replace"))
-        if kind in (b"+", b":", b"*"):
-            return OtherReply(line.decode("utf-8", "replace"))
-        raise ProtocolError(f"a RESP2 reply starts with one of + - : $ *, this one with {line[:20]!r}")
+        return OtherReply(line.decode("utf-8", "replace"))
 
     def _bulk(self, start: int, length: int) -> BulkReply | NeedData:
         if length < 0:

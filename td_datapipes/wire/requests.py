@@ -102,7 +102,7 @@ class RequestBuilder:
         ranges = slab.ranges()
         codes: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
         keys, index = np.unique(codes, return_inverse=True)
-        packed = np.empty(len(codes), dtype=np.dtype("<u2, <u4, <u4"))
+        packed = np.empty(len(codes), dtype=np.dtype("<u4, <u4, <u4"))
         packed["f0"], packed["f1"], packed["f2"] = index, ranges.starts, ranges.starts + ranges.lengths - 1
         sha = load_script("read_ranges").sha.encode()
         head = b"*%d\r\n$7\r\nEVALSHA\r\n" % (4 + len(keys)) + bulk(sha) + bulk(b"%d" % len(keys))

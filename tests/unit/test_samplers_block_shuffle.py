@@ -111,6 +111,14 @@ class TestWindows:
                 else:
                     assert following is None
 
+    def test_a_window_is_drawn_once(self) -> None:
+        batches = list(BlockShuffleBatchSampler(range(200), 7, block_rows=10, buffer_blocks=4))
+        for batch, later in pairwise(batches):
+            if later.window is not batch.window:
+                assert later.window.batches is batch.window.next.batches
+            else:
+                assert later.window.batches is batch.window.batches
+
     def test_blocks_are_read_once(self) -> None:
         # A reader that holds the blocks of the announced windows reads no block twice.
         read, held = [], set[int]()

@@ -154,6 +154,19 @@ class TestState:
         fresh.load_state_dict(state)
         assert [list(fresh), list(fresh)] == [list(running), list(running)]
 
+    @pytest.mark.parametrize("name", WITH_STATE)
+    def test_an_iterator_given_the_end_stops_at_once(self, name: str) -> None:
+        running = CoalescingBatchSampler(INNER[name](), 4)
+        iterator = iter(running)
+        list(iterator)
+        state = iterator.state_dict()
+        fresh = CoalescingBatchSampler(INNER[name](), 4)
+        fresh.load_state_dict(state)
+        iterator = iter(fresh)
+        iterator.load_state_dict(state)
+        assert list(iterator) == []
+        assert list(fresh) == list(running)
+
     def test_a_state_is_a_value(self) -> None:
         sampler = CoalescingBatchSampler(RowSampler(ROWS), 4)
         iterator = iter(sampler)

@@ -132,6 +132,8 @@ class TestRanksAndState:
         for batch in batches:
             first = batch.ordinal // 4 * 4
             assert [rows.tolist() for rows in batch.window.batches] == batches[first : first + 4]
+            if batch.window.next is not None:
+                assert batch.window.next.batches is batches[first + 4].window.batches
 
     def test_resumes_at_any_batch(self) -> None:
         def make() -> SliceBatchSampler:

@@ -1,0 +1,60 @@
+"""Memory for batches, used again once nobody holds them: fresh memory costs more in page faults than filling it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["MemoryPool"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_POOLED_BYTES = 1 << 20
+"""The allocator reuses what is smaller by itself."""
+_MAX_FREE = 4
+
+
+class MemoryPool:
+    """Lends stretches of memory that come back by themselves.
+
+    What `take` returns is a view of its own; a tensor made from it with ``torch.from_numpy`` keeps that view alive as
+    long as any tensor shares its storage. When the view dies, nobody can look at the memory any more, and it is lent
+    again. Safe for threads: borrowed memory may come back in any of them.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[Bytes] = deque(maxlen=_MAX_FREE)
+        self._lent: dict[int, weakref.ref[Any]] = {}
+
+    def take(self, nbytes: int) -> Bytes:
+        """Uninitialised memory of exactly that many bytes."""
+        if nbytes < _POOLED_BYTES:
+            return np.empty(nbytes, dtype=np.uint8)
+        memory = self._fitting(nbytes)
+        if memory is None:
+            # Windows of an epoch differ a little in length: with some room to spare they fit the same memory.
+            memory = np.empty(nbytes + nbytes // 16, dtype=np.uint8)
+        lent = memory[:nbytes]
+        key = id(memory)
+
+        def give_back(_: object, memory: Bytes = memory) -> None:
+            self._lent.pop(key, None)
+            self._free.append(memory)
+
+        self._lent[key] = weakref.ref(lent, give_back)
+        return lent
+
+    def _fitting(self, nbytes: int) -> Bytes | None:
+        for _ in range(len(self._free)):
+            try:
+                memory = self._free.popleft()
+            except IndexError:
+                return None
+            if nbytes <= len(memory) <= nbytes + nbytes // 4:
+                return memory
+            self._free.append(memory)
+        return None
