@@ -7,6 +7,7 @@ which gap is cheaper to read than to skip. Nothing is ever sent just to measure.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -16,6 +17,8 @@ _PRIOR = (50e-6, 2e-6, 1e-9)
 """Seconds a round trip, a range, a byte: loopback and a 2 KB break-even gap, until reads say otherwise."""
 _BOUNDS = ((1e-6, 1.0), (2e-7, 1e-4), (5e-11, 1e-6))
 _MAX_OBSERVATIONS = 64
+_TRIALS = 5
+"""Lua calls to judge by; the first of them also pays for loading the script."""
 _PRIOR_WEIGHT = 0.5
 """How many observations the prior counts for; it also decides where reads are all alike."""
 
@@ -55,11 +58,30 @@ class CostModel:
     _normal: np.ndarray = field(default_factory=lambda: _PRIOR_WEIGHT * np.diag(1.0 / np.square(_PRIOR)))
     _moment: np.ndarray = field(default_factory=lambda: _PRIOR_WEIGHT / np.asarray(_PRIOR))
     _cost: ReadCost = field(default_factory=ReadCost)
+    _lua_trials: list[float] = field(default_factory=list)
+    _pipelined_trials: list[float] = field(default_factory=list)
 
     @property
     def cost(self) -> ReadCost:
         """The constants to plan the next read with."""
         return self._cost
+
+    @property
+    def wants_lua(self) -> bool:
+        """Whether a scattered read of small rows is better done by one Lua call, or one is due to find that out.
+
+        Every fourth of the first such reads is done by Lua: a real read, not a probe. From then on the cheaper way is
+        taken, Lua only if it is clearly cheaper, since it blocks the server for its length.
+        """
+        if len(self._lua_trials) < _TRIALS:
+            return len(self._pipelined_trials) > 3 * (len(self._lua_trials) + 1)
+        return median(self._lua_trials) < 0.9 * median(self._pipelined_trials)
+
+    def compare(self, strategy: str, num_rows: int, seconds: float) -> None:
+        """Remember what a row cost in a scattered read of small rows, done by ``lua`` or ``pipelined``."""
+        trials = self._lua_trials if strategy == "lua" else self._pipelined_trials
+        if len(trials) < 4 * _TRIALS:
+            trials.append(seconds / num_rows)
 
     @property
     def settled(self) -> bool:

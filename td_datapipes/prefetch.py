@@ -114,7 +114,7 @@ class _ReadAhead:
         self._unstarted: deque[ReadGroup] = deque()
         self._receiving: deque[ReadGroup] = deque()
         self._outstanding_bytes = 0
-        self._wanted: BatchRead | None = None
+        self._wanted: list[BatchRead] = []
         self._round = 0
         self._closed = False
         self._timed_out: ServerTimeoutError | None = None
@@ -139,12 +139,16 @@ class _ReadAhead:
             if batch is None:
                 return None
             self._drop_passed(announced)
-            self._wanted = batch
+            self._wanted.append(batch)
             self._changed.notify_all()
             # The thread gives up first, and says why.
             patience_seconds = self._reader.server.timeout_seconds + 1
-            self._changed.wait_for(lambda: batch.ready is not None or batch.failed or self._closed, patience_seconds)
-            self._wanted = None
+            try:
+                self._changed.wait_for(
+                    lambda: batch.ready is not None or batch.failed or self._closed, patience_seconds
+                )
+            finally:
+                self._wanted.remove(batch)
             self.stats.wait_seconds += time.monotonic() - began
             if batch.ready is None:
                 if self._timed_out is not None:
@@ -281,7 +285,7 @@ class _ReadAhead:
             return None
         group = self._unstarted[0]
         fits = self._outstanding_bytes + group.nbytes <= self._limit_bytes or self._outstanding_bytes == 0
-        return group if fits or self._wanted in group.batches else None
+        return group if fits or any(batch in group.batches for batch in self._wanted) else None
 
     def _start(self, group: ReadGroup, seen: int) -> None:
         with self._changed:

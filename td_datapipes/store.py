@@ -37,6 +37,8 @@ __all__ = ["ReadOptions", "RowReader"]
 
 SLAB_BYTES = 1 << 20
 """Received before it is copied out: small enough to still be in the processor's cache then."""
+MAX_LUA_ROW_BYTES = 256
+MIN_LUA_ROWS = 32
 _ATTEMPTS = 2
 
 
@@ -129,14 +131,19 @@ class RowReader:
     def plan(self, rows: Rows) -> ReadPlan:
         """How to read rows, in the order given; pure."""
         options = self.options
-        return plan_read(
-            rows,
-            self.spec,
-            self.costs.cost,
-            strategy=options.plan_strategy,
-            slab_bytes=SLAB_BYTES,
-            atomic=options.atomic,
-        )
+        plan = self._plan(rows, options.plan_strategy)
+        if options.strategy == "auto" and self._may_use_lua(plan) and self.costs.wants_lua:
+            return self._plan(rows, "lua")
+        return plan
+
+    def _plan(self, rows: Rows, strategy: Strategy) -> ReadPlan:
+        cost, atomic = self.costs.cost, self.options.atomic
+        return plan_read(rows, self.spec, cost, strategy=strategy, slab_bytes=SLAB_BYTES, atomic=atomic)
+
+    def _may_use_lua(self, plan: ReadPlan) -> bool:
+        """Whether Lua comes into question: for larger rows, pipelined ranges were never measured slower."""
+        small = self.spec.wire_bytes <= MAX_LUA_ROW_BYTES and plan.num_rows >= MIN_LUA_ROWS
+        return small and plan.strategy == "pipelined" and not self.options.strided
 
     def plan_together(self, rows: Rows) -> ReadPlan | None:
         """How to read the rows of several batches at once; None where that gains nothing."""
@@ -182,10 +189,17 @@ class RowReader:
                     raise self._explain(plan, fault) from None
                 self.server.call("loading a script", _load_scripts)
                 continue
-            if not self.costs.settled and plan.strategy != "lua" and plan.slabs:
-                self.costs.observe(plan.num_ranges, plan.num_bytes, time.perf_counter() - began)
+            self._learn(plan, time.perf_counter() - began)
             return batch
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _learn(self, plan: ReadPlan, seconds: float) -> None:
+        if not plan.slabs:
+            return
+        if plan.strategy == "lua" or self._may_use_lua(plan):
+            self.costs.compare(plan.strategy, plan.num_rows, seconds)
+        if not self.costs.settled and plan.strategy != "lua":
+            self.costs.observe(plan.num_ranges, plan.num_bytes, seconds)
 
     def _explain(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
         """The error for a range that did not come back as asked."""
