@@ -96,12 +96,13 @@ def stage(server: Server, name: str, staged_id: str, note: str) -> None:
     server.call(f"beginning to write {name!r}", command)
 
 
-def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes]) -> None:
-    """Take back a write that was not published: its chunks and the word about it."""
+def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes], *, forget: bool = True) -> None:
+    """Take back a write that was not published: its chunks, and the word about it unless more chunks may yet come."""
 
     def command(client: redis.Redis) -> None:
         _unlink(client, keys)
-        client.hdel(staged_key(name), staged_id)
+        if forget:
+            client.hdel(staged_key(name), staged_id)
 
     server.call(f"taking back what was staged of {name!r}", command)
 

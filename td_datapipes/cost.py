@@ -17,6 +17,8 @@ _PRIOR = (50e-6, 2e-6, 1e-9)
 """Seconds a round trip, a range, a byte: loopback and a 2 KB break-even gap, until reads say otherwise."""
 _BOUNDS = ((1e-6, 1.0), (2e-7, 1e-4), (5e-11, 1e-6))
 _MAX_OBSERVATIONS = 64
+_WARM_UP = 4
+"""The first reads find tables and caches empty and would make the other way look good."""
 _TRIALS = 5
 """Lua calls to judge by; the first of them also pays for loading the script."""
 _PRIOR_WEIGHT = 0.5
@@ -74,8 +76,8 @@ class CostModel:
         taken, Lua only if it is clearly cheaper, since it blocks the server for its length.
         """
         if len(self._lua_trials) < _TRIALS:
-            return len(self._pipelined_trials) > 3 * (len(self._lua_trials) + 1)
-        return median(self._lua_trials) < 0.9 * median(self._pipelined_trials)
+            return len(self._pipelined_trials) > _WARM_UP + 3 * len(self._lua_trials)
+        return median(self._lua_trials) < 0.9 * median(self._pipelined_trials[_WARM_UP:])
 
     def compare(self, strategy: str, num_rows: int, seconds: float) -> None:
         """Remember what a row cost in a scattered read of small rows, done by ``lua`` or ``pipelined``."""

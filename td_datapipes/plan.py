@@ -317,7 +317,7 @@ def wire_length(nbytes: int, spare_bytes: int) -> int:
     """The shortest length from `nbytes` on whose framed reply is a multiple of 16; `nbytes` where spare is too little.
 
     Replies that follow each other then all start at the same alignment, and their records can be viewed in place.
-    The step from 3 to 4 digits leaves a multiple of 16 out, so up to 30 bytes are needed (985 becomes 1015), else 24.
+    The step from 3 to 4 digits leaves a multiple of 16 out, so up to 30 bytes are needed (985 becomes 1015), else 15.
     """
     for length in range(nbytes, nbytes + spare_bytes + 1):
         if (len(str(length)) + _HEADER_EXTRA + length + _TRAILER) % ALIGNMENT_BYTES == 0:

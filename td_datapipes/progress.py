@@ -25,7 +25,7 @@ def progress_bar(title: str, total: int | None, show: bool | None) -> Iterator[C
         yield lambda _done: None
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # a data set's name may hold brackets
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("rows"),

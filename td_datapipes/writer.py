@@ -19,9 +19,11 @@ from tensordict import TensorDictBase, is_tensor_collection
 
 from td_datapipes.catalog import chunk_keys, collect, connect, find_manifest, publish, stage, unstage
 from td_datapipes.errors import (
+    AuthenticationError,
     ConfigurationError,
     DatasetExistsError,
     SchemaError,
+    ServerError,
     ServerFullError,
     TDDatapipesError,
     ValueTooLargeError,
@@ -112,10 +114,16 @@ def _write(
                 advance(batch.batch_size[0])
         manifest = staging.finish(found)
         _persist(server)
-        publish(server, manifest, found, manifest.id)
     except BaseException:
         staging.undo()
         raise
+    try:
+        publish(server, manifest, found, manifest.id)
+    except (DatasetExistsError, ServerError, AuthenticationError):
+        staging.undo()
+        raise
+    # After any other failure (a time-out, Ctrl-C) it may have been published, or may yet be: its chunks stay, and
+    # unless it was, the staged entry tells of them.
     _persist(server)
     if found is not None:
         collect(server, name)
@@ -210,8 +218,12 @@ class _Staging:
         )
         self._rows = 0
         note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
-        stage(server, name, self._id, json.dumps(note))
         self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, _IN_FLIGHT)
+        try:
+            stage(server, name, self._id, json.dumps(note))
+        except BaseException:
+            self._writer.close()
+            raise
         self._groups = [
             _GroupChunks(self._manifest(0, 1), number, self._writer) for number in range(len(schema.groups))
         ]
@@ -241,10 +253,11 @@ class _Staging:
 
     def undo(self) -> None:
         """Remove what was staged, as far as the server can be reached; the staged entry tells of the rest."""
-        with suppress(OSError, TDDatapipesError):
-            self._writer.close()
+        # A chunk that is on its way when its key is removed would be there again afterwards.
+        settled = self._writer.settle()
         with suppress(TDDatapipesError):
-            unstage(self._server, self._name, self._id, chunk_keys(self._manifest(self._rows_begun, 1)))
+            chunks = chunk_keys(self._manifest(self._rows_begun, 1))
+            unstage(self._server, self._name, self._id, chunks, forget=settled)
 
     @property
     def _rows_begun(self) -> int:

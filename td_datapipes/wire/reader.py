@@ -120,7 +120,9 @@ class _SlabExchange:
             self._got += count
 
     def stalled(self) -> None:
-        if self._parser is None and not self._framed():
+        if self._check is None:
+            self._check = stream_check(self._slab)  # now, while there is nothing else to do
+        if self._parser is None and self._got and not self._framed():
             self._parse_singly()
 
     def _framed(self) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from td_datapipes.errors import ProtocolError
+from td_datapipes.errors import ProtocolError, ServerUnavailableError, TDDatapipesError
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.faults import error_from_text
 from td_datapipes.wire.replies import ErrorReply, NeedData, OtherReply, Reply, ReplyParser
@@ -58,6 +59,7 @@ class BulkWriter:
         self._timeout_seconds = timeout_seconds
         self._max_in_flight = max_in_flight
         self._unanswered: deque[_SetExchange] = deque()
+        self._in_step = True
 
     def set(self, key: bytes, value: Sequence[bytes | memoryview]) -> None:
         """Set a string made of parts.
@@ -69,7 +71,8 @@ class BulkWriter:
             self._answer()
         exchange = _SetExchange(key, value)
         self._unanswered.append(exchange)
-        self._channel.submit(exchange)
+        with self._moving():
+            self._channel.submit(exchange)
 
     def flush(self) -> None:
         """Wait until everything set is confirmed. Raises as `set` does."""
@@ -78,13 +81,38 @@ class BulkWriter:
 
     def _answer(self) -> None:
         exchange = self._unanswered[0]
-        self._channel.advance(time.monotonic() + self._timeout_seconds, "writing a chunk")
+        with self._moving():
+            self._channel.advance(time.monotonic() + self._timeout_seconds, "writing a chunk")
         self._unanswered.popleft()
         if isinstance(exchange.reply, ErrorReply):
             raise error_from_text(exchange.reply.text, self._address, "writing a chunk")
         if exchange.reply != OtherReply("+OK"):
             raise ProtocolError(f"{self._address} answered a write with {exchange.reply!r}")
 
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Whatever ends this early (a time-out, Ctrl-C) leaves nobody knowing what is still on its way."""
+        self._in_step = False
+        try:
+            yield
+        except ServerUnavailableError:  # the server has hung up: it takes no more from this connection
+            self._unanswered.clear()
+            self._in_step = True
+            raise
+        self._in_step = True
+
+    def settle(self) -> bool:
+        """Wait for what is on its way, whatever comes of it, and drop the connection.
+
+        Returns:
+            Whether the server is sure to carry out nothing more of this writer.
+        """
+        while self._unanswered and self._in_step:
+            with suppress(TDDatapipesError):
+                self._answer()
+        self.close()
+        return self._in_step
+
     def close(self) -> None:
-        """Drop the connection; what was not confirmed may or may not have been written."""
+        """Drop the connection; what was not confirmed may or may not have been written, even afterwards."""
         self._channel.close()

@@ -30,7 +30,7 @@ def test_the_demo_reaches_its_goal_on_an_embedded_server_each_time(tmp_path: Pat
     for generation in (1, 2):
         done = run(ROOT / "examples" / "digits.py", folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "read and trained on 28,740 rows" in done.stdout  # 20 epochs of 1437 rows
+        assert "read and trained on 43,110 rows" in done.stdout  # 30 epochs of 1437 rows
         found = re.search(r"accuracy on 360 held-out rows: (0\.\d+|1\.0+)", done.stdout)
         assert found is not None
         assert float(found[1]) >= 0.95

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import td_datapipes
 
@@ -65,3 +69,36 @@ def test_importing_the_package_imports_no_optional_dependency_and_dials_nothing(
         "assert not late, late\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def requirements() -> dict[str, list[Requirement]]:
+    """What is asked for, by extra; that of the package itself under the empty name."""
+    setup = configuration()
+    texts = {"": setup["options"]["install_requires"], **setup["options.extras_require"]}
+    return {extra: [Requirement(line) for line in text.strip().splitlines()] for extra, text in texts.items()}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top-level names of the absolute imports anywhere in a file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module or "")
+    return {name.split(".")[0] for name in found}
+
+
+def test_whatever_the_package_imports_is_required() -> None:
+    known = {canonicalize_name(required.name) for group in requirements().values() for required in group}
+    own = {"td_datapipes", *sys.stdlib_module_names}
+    for path in (path for folder in FOLDERS.values() for path in folder.rglob("*.py")):
+        assert {canonicalize_name(name) for name in imports_of(path) - own} <= known, path
+
+
+def test_the_pinned_versions_are_among_the_allowed() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    versions = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
+    for required in (required for extra in ("", "demo", "embedded", "dev") for required in requirements()[extra]):
+        assert required.specifier.contains(versions[canonicalize_name(required.name)]), required
