@@ -2,7 +2,7 @@
 
 Machines are shared and noisy, so only ratios within one run mean anything: contenders take turns in one loop, and a
 ratio is the median over the rounds of that loop, each of which compares neighbours in time. The order of turns is
-drawn anew each round, since who comes after whom makes up to a sixth of a difference (whose code, connection and
+drawn anew each round, since who comes after whom makes up to a quarter of a difference (whose code, connection and
 server are still in the processor's caches).
 """
 
@@ -43,6 +43,7 @@ __all__ = [
     "BATCH",
     "ROOT",
     "SERVER_KINDS",
+    "TURN",
     "BenchServer",
     "RecordShape",
     "Results",
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 BATCH = 256
+TURN = 6
 CHUNK_BYTES = 4 << 20
 ALIGNMENT_BYTES = 16
 
@@ -90,25 +92,34 @@ class Rounds:
 def interleave(
     contenders: Mapping[str, Callable[[Drawn], object]], draws: Iterable[Drawn], *, num_warmup: int = 3
 ) -> Rounds:
-    """Time contenders in turn, each once a round, all with the round's draw.
+    """Time contenders in turn, each `TURN` times in succession with each round's draws.
+
+    The first call of a turn is not counted: it finds the processor's caches full of the others' code and tables, which
+    a training loop that reads batch after batch never does. What counts is the median of the rest of the turn.
 
     Args:
         contenders: by name. What they return is dropped after the clock was read.
-        draws: one a round, the warm-up rounds first.
+        draws: `TURN` a round, the warm-up rounds first; a last round may have fewer.
         num_warmup: rounds that are not counted.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     names, order = list(contenders), random.Random(0)
-    for number, drawn in enumerate(draws):
+    every = list(draws)
+    for number, start in enumerate(range(0, len(every), TURN)):
         order.shuffle(names)
         for name in names:
-            began = time.perf_counter()
-            result = contenders[name](drawn)
-            took = time.perf_counter() - began
-            del result
+            took = [_timed(contenders[name], drawn) for drawn in every[start : start + TURN]]
             if number >= num_warmup:
-                seconds[name].append(took)
+                seconds[name].append(statistics.median(took[1:] or took))
     return Rounds(seconds=seconds)
+
+
+def _timed(call: Callable[[Drawn], object], drawn: Drawn) -> float:
+    began = time.perf_counter()
+    result = call(drawn)
+    took = time.perf_counter() - began
+    del result
+    return took
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from _bench import (
     BATCH,
     ROOT,
     SERVER_KINDS,
+    TURN,
     BenchServer,
     Results,
     Rounds,
@@ -166,7 +167,7 @@ class ShapeBench:
     def scattered(self, num_rounds: int) -> list[str]:
         """A table row: a batch of scattered rows."""
         warmup = 3
-        rounds = interleave(self._scattered(), draws(len(self.td), num_rounds + warmup), num_warmup=warmup)
+        rounds = interleave(self._scattered(), draws(len(self.td), (num_rounds + warmup) * TURN), num_warmup=warmup)
         self._keep("scattered", rounds, "floor")
         others = [f"{rounds.ratio(name, 'contiguous'):.2f}x" for name in ("store", "redis-py", "memmap")]
         ours = [f"{rounds.ratio(name, 'floor'):.2f}x" for name in ("contiguous", "strided")]
@@ -185,7 +186,7 @@ class ShapeBench:
             "slice": lambda _: self.contiguous[window],
             "strided": lambda _: self.strided.__getitems__(numbers),
         }
-        rounds = interleave(contenders, [None] * (num_rounds + 3))
+        rounds = interleave(contenders, [None] * ((num_rounds + 3) * TURN))
         self._keep("adjacent", rounds, "covering")
         return self._against_covering(rounds, ("contiguous", "slice", "strided"))
 
@@ -197,10 +198,10 @@ class ShapeBench:
             "contiguous": lambda rows: self.contiguous[rows],
             "strided": lambda rows: self.strided[rows],
         }
-        # The first batches are read twice, so that the counted rounds are one whole epoch.
-        rounds = interleave(contenders, [*batches[:3], *batches], num_warmup=len(batches[:3]))
+        # The first batches are read twice, so that the counted turns are one whole epoch.
+        rounds = interleave(contenders, [*batches[:TURN], *batches], num_warmup=1)
         self._keep("epoch", rounds, "covering")
-        rate = len(batches) * BATCH / rounds.total("contiguous")
+        rate = BATCH / rounds.median("contiguous")
         return [*self._against_covering(rounds, ("contiguous", "strided")), f"{rate / 1e3:,.0f}k"]
 
     def _against_covering(self, rounds: Rounds, names: Sequence[str]) -> list[str]:
@@ -220,7 +221,7 @@ class ShapeBench:
             "all fields": lambda draw: self.contiguous.__getitems__(draw.numbers),
             "one field": lambda draw: part.__getitems__(draw.numbers),
         }
-        rounds = interleave(contenders, draws(len(self.td), num_rounds + 3))
+        rounds = interleave(contenders, draws(len(self.td), (num_rounds + 3) * TURN))
         self._keep("field subset", rounds, "all fields")
         after = part.stats
         moved = (after.bytes - before.bytes) / (after.rows - before.rows)
@@ -247,7 +248,7 @@ SUBSET_HEAD = ("rows of", "field", "field B", "moved B/row", "all fields B", "ti
 def bench_reads(server: BenchServer, quick: bool, results: Results) -> None:
     """Print the four tables of one server."""
     tables: dict[str, list[list[str]]] = {"scattered": [], "adjacent": [], "epoch": [], "subset": []}
-    num_rounds = 5 if quick else 40
+    num_rounds = 2 if quick else 15
     for label, td in shapes(quick).items():
         with tempfile.TemporaryDirectory() as folder:
             bench = ShapeBench(server, label, td, Path(folder), results)

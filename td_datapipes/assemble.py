@@ -26,6 +26,16 @@ __all__ = ["BatchSink", "ContiguousBatch", "StridedBatch", "make_sink"]
 
 Bytes = npt.NDArray[np.uint8]
 
+_NUMPY_DTYPES = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
+"""The common dtypes that numpy has too: a tensor of them is made in one step."""
+
 _RUN_BYTES = 16 * 1024
 """Runs that are longer on average are moved one by one; shorter ones cost less to gather all at once."""
 
@@ -222,10 +232,13 @@ def _copy_runs(offsets: Rows, breaks: Rows, positions: slice | Rows, stream: Byt
 
 def _new_field(num_rows: int, output: Output, pool: MemoryPool) -> tuple[torch.Tensor, Bytes]:
     """A contiguous field and its memory. numpy allocates it, which is quicker than a view of torch's."""
+    if not num_rows * output.nbytes:
+        return torch.empty((num_rows, *output.shape), dtype=output.dtype), np.empty(0, dtype=np.uint8)
     memory = pool.take(num_rows * output.nbytes)
-    if not len(memory):
-        return torch.empty((num_rows, *output.shape), dtype=output.dtype), memory
-    return torch.from_numpy(memory).view(output.dtype).view(num_rows, *output.shape), memory
+    kind = _NUMPY_DTYPES.get(output.dtype)
+    if kind is None:
+        return torch.from_numpy(memory).view(output.dtype).view(num_rows, *output.shape), memory
+    return torch.from_numpy(np.ndarray((num_rows, *output.shape), kind, memory)), memory
 
 
 def _pinned_field(num_rows: int, output: Output) -> tuple[torch.Tensor, Bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +17,31 @@ _POOLED_BYTES = 1 << 20
 _MAX_FREE = 4
 
 
+class _Loan:
+    """Owns a stretch of memory while it is lent.
+
+    numpy lets an array that is made from another refer to the object that owns the memory, not to the array it was
+    made from. As that owner is this object, whoever can look at the memory keeps it alive, by whatever way.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "memory")
+
+    def __init__(self, memory: Bytes, nbytes: int) -> None:
+        self.memory = memory
+        self.__array_interface__ = memory[:nbytes].__array_interface__
+
+
 class MemoryPool:
     """Lends stretches of memory that come back by themselves.
 
-    What `take` returns is a view of its own; a tensor made from it with ``torch.from_numpy`` keeps that view alive as
-    long as any tensor shares its storage. When the view dies, nobody can look at the memory any more, and it is lent
-    again. Safe for threads: borrowed memory may come back in any of them.
+    Arrays made from what `take` returns, and tensors made from those with ``torch.from_numpy``, keep the loan alive as
+    long as any tensor shares the storage. When it dies, nobody can look at the memory any more, and it is lent again.
+    Safe for threads: borrowed memory may come back in any of them.
     """
 
     def __init__(self) -> None:
         self._free: deque[Bytes] = deque(maxlen=_MAX_FREE)
-        self._lent: dict[int, weakref.ref[Any]] = {}
+        self._lent: dict[int, weakref.ref[_Loan]] = {}
 
     def take(self, nbytes: int) -> Bytes:
         """Uninitialised memory of exactly that many bytes."""
@@ -38,15 +51,14 @@ class MemoryPool:
         if memory is None:
             # Windows of an epoch differ a little in length: with some room to spare they fit the same memory.
             memory = np.empty(nbytes + nbytes // 16, dtype=np.uint8)
-        lent = memory[:nbytes]
-        key = id(memory)
+        loan, key = _Loan(memory, nbytes), id(memory)
 
         def give_back(_: object, memory: Bytes = memory) -> None:
             self._lent.pop(key, None)
             self._free.append(memory)
 
-        self._lent[key] = weakref.ref(lent, give_back)
-        return lent
+        self._lent[key] = weakref.ref(loan, give_back)
+        return np.asarray(loan)
 
     def _fitting(self, nbytes: int) -> Bytes | None:
         for _ in range(len(self._free)):

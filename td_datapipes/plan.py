@@ -10,10 +10,10 @@ a bulk reply of s bytes as ``$s\\r\\n`` + s bytes + ``\\r\\n``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ __all__ = [
     "Ranges",
     "ReadPlan",
     "ReadSpec",
+    "RunSlab",
     "Segment",
     "Slab",
     "Spacing",
@@ -139,6 +140,15 @@ class ReadSpec:
         headers = frame_headers(self.wire_lengths)
         ends = np.cumsum(headers + self.wire_lengths + _TRAILER)
         return [int(start) for start in np.concatenate([[0], ends[:-1]]) + headers]
+
+    def closed(self, max_gap_bytes: int) -> bool:
+        """Whether adjacent rows are best read as one range: all in one group, whole records, no wide gap."""
+        first, last = self.segments[0], self.segments[-1]
+        layout = self.layouts[first.group]
+        gaps = [after.start_bytes - before.stop_bytes for before, after in pairwise(self.segments)]
+        gaps.append(layout.stride_bytes - last.stop_bytes + first.start_bytes)
+        one_group = all(segment.group == first.group for segment in self.segments)
+        return one_group and layout.pieces == 1 and max(gaps) <= max_gap_bytes
 
     @cached_property
     def aligned(self) -> bool:
@@ -249,6 +259,82 @@ class PeriodicSlab:
     def segment_offsets(self, segment: int) -> Spacing:
         return Spacing(self.spec.segment_starts[segment], self.spec.period_bytes)
 
+    @property
+    def row_step_bytes(self) -> int:
+        """Bytes of the reply stream from row to row."""
+        return self.spec.period_bytes
+
+    def whole_rows(self, received_bytes: int) -> int:
+        """How many rows are there whole once so much of the stream is."""
+        return received_bytes // self.spec.period_bytes
+
+    def part(self, begin: int, stop: int) -> PeriodicSlab:
+        """Rows ``[begin, stop)`` of a slab that goes one to one; its stream starts `begin` steps later."""
+        first = cast(slice, self.positions).start
+        return replace(self, rows=self.rows[begin:stop], positions=slice(first + begin, first + stop))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSlab:
+    """One range over adjacent rows of one chunk: what reading in order is made of (a `Slab`)."""
+
+    rows: Rows
+    spec: ReadSpec
+    chunk: int
+    start: int
+    length: int
+    positions: slice
+    sources: None = None
+    prefix: bytes = b""
+    num_ranges: int = 1
+
+    @property
+    def group(self) -> int:
+        """The group all its bytes are of."""
+        return self.spec.segments[0].group
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the range's own."""
+        return len(str(self.length)) + _HEADER_EXTRA
+
+    @property
+    def stream_bytes(self) -> int:
+        return self.header_bytes + self.length + _TRAILER
+
+    @property
+    def num_bytes(self) -> int:
+        return self.length
+
+    def ranges(self) -> Ranges:
+        return Ranges(
+            groups=np.array([self.group]),
+            chunks=np.array([self.chunk]),
+            starts=np.array([self.start]),
+            lengths=np.array([self.length]),
+        )
+
+    def segment_offsets(self, segment: int) -> Spacing:
+        segments = self.spec.segments
+        first = self.header_bytes + segments[segment].start_bytes - segments[0].start_bytes
+        return Spacing(first, self.row_step_bytes)
+
+    @property
+    def row_step_bytes(self) -> int:
+        """Bytes of the reply stream from row to row."""
+        return self.spec.layouts[self.group].stride_bytes
+
+    def whole_rows(self, received_bytes: int) -> int:
+        """How many rows are there whole once so much of the stream is."""
+        row_bytes = self.spec.segments[-1].stop_bytes - self.spec.segments[0].start_bytes
+        rows = (received_bytes - self.header_bytes - row_bytes) // self.row_step_bytes + 1
+        return min(max(rows, 0), len(self.rows))
+
+    def part(self, begin: int, stop: int) -> RunSlab:
+        """Rows ``[begin, stop)``, with the header's length as it is; its stream starts `begin` steps later."""
+        first = self.positions.start
+        return replace(self, rows=self.rows[begin:stop], positions=slice(first + begin, first + stop))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CoveringSlab:
@@ -352,6 +438,8 @@ def plan_read(
     if atomic:
         slab_bytes = 1 << 62
     max_gap_bytes = cost.max_gap_bytes
+    if strategy in ("auto", "covering") and _adjacent(rows) and spec.closed(max_gap_bytes):
+        return ReadPlan(num_rows=len(rows), slabs=tuple(_run_slabs(rows, spec, slab_bytes)), strategy="covering")
     ordered = np.sort(rows)
     if strategy == "auto":
         strategy = _choose(ordered, spec, max_gap_bytes)
@@ -361,6 +449,30 @@ def plan_read(
         most = MAX_LUA_RANGES if strategy == "lua" and not atomic else None
         slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, as_table=strategy == "lua")
     return ReadPlan(num_rows=len(rows), slabs=tuple(slabs), strategy=strategy)
+
+
+def _adjacent(rows: Rows) -> bool:
+    return int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())
+
+
+def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
+    """Adjacent rows, one range a slab."""
+    layout = spec.layouts[spec.segments[0].group]
+    low, high = spec.segments[0].start_bytes, spec.segments[-1].stop_bytes
+    most = max(1, slab_bytes // layout.stride_bytes)
+    first, at = int(rows[0]), 0
+    while at < len(rows):
+        chunk, within = divmod(first + at, layout.records_per_chunk)
+        count = min(len(rows) - at, most, layout.records_per_chunk - within)
+        yield RunSlab(
+            rows=rows[at : at + count],
+            spec=spec,
+            chunk=chunk,
+            start=within * layout.stride_bytes + low,
+            length=(count - 1) * layout.stride_bytes + high - low,
+            positions=slice(at, at + count),
+        )
+        at += count
 
 
 def _choose(ordered: Rows, spec: ReadSpec, max_gap_bytes: int) -> Strategy:
@@ -499,15 +611,7 @@ def _covering_slab(
     *,
     as_table: bool,
 ) -> Slab:
-    run = None if as_table else _adjacent_run(rows, spec, max_gap_bytes)
-    if run is not None:
-        covered, offsets = run
-        prefix, stream_bytes = (
-            b"",
-            len(str(int(covered.lengths[0]))) + _HEADER_EXTRA + int(covered.lengths[0]) + _TRAILER,
-        )
-    else:
-        covered, offsets, prefix, stream_bytes = _merged_ranges(rows, spec, max_gap_bytes, as_table=as_table)
+    covered, offsets, prefix, stream_bytes = _merged_ranges(rows, spec, max_gap_bytes, as_table=as_table)
     return CoveringSlab(
         rows=rows,
         covered=covered,
@@ -520,46 +624,16 @@ def _covering_slab(
     )
 
 
-def _adjacent_run(rows: Rows, spec: ReadSpec, max_gap_bytes: int) -> tuple[Ranges, list[Spacing | Rows]] | None:
-    """One range for adjacent rows within one chunk, the case of every read in order; None for any other rows."""
-    first, last = int(rows[0]), int(rows[-1])
-    group = spec.segments[0].group
-    layout = spec.layouts[group]
-    if (
-        last - first + 1 != len(rows)
-        or layout.pieces > 1
-        or first // layout.records_per_chunk != last // layout.records_per_chunk
-        or any(segment.group != group for segment in spec.segments)
-    ):
-        return None
-    low, high = spec.segments[0].start_bytes, spec.segments[-1].stop_bytes
-    inner = [after.start_bytes - before.stop_bytes for before, after in pairwise(spec.segments)]
-    if len(rows) > 1:
-        inner.append(layout.stride_bytes - high + low)
-    if any(gap > max_gap_bytes for gap in inner):
-        return None
-    start = first % layout.records_per_chunk * layout.stride_bytes + low
-    length = (last - first) * layout.stride_bytes + high - low
-    header = len(str(length)) + _HEADER_EXTRA
-    ranges = Ranges(
-        groups=np.array([group]),
-        chunks=np.array([first // layout.records_per_chunk]),
-        starts=np.array([start]),
-        lengths=np.array([length]),
-    )
-    return ranges, [Spacing(header + segment.start_bytes - low, layout.stride_bytes) for segment in spec.segments]
-
-
 def _merged_ranges(
     rows: Rows, spec: ReadSpec, max_gap_bytes: int, *, as_table: bool
-) -> tuple[Ranges, list[Spacing | Rows], bytes, int]:
+) -> tuple[Ranges, list[Rows], bytes, int]:
     """The ranges of ascending rows, each segment's offsets in the reply stream, its prefix and its length."""
     merged = list(_merge(rows, spec, max_gap_bytes))
     lengths = np.concatenate([ranges.lengths for ranges in merged])
     prefix = b"*%d\r\n" % len(lengths) if as_table else b""
     ends = np.cumsum(frame_headers(lengths) + lengths + _TRAILER) + len(prefix)
     data = ends - lengths - _TRAILER
-    offsets: list[Spacing | Rows] = [rows] * len(spec.segments)
+    offsets: list[Rows] = [rows] * len(spec.segments)
     first = 0
     for ranges in merged:
         for position, column in enumerate(ranges.columns):

@@ -6,13 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from td_datapipes.assemble import BatchSink
 from td_datapipes.errors import ProtocolError, ServerUnavailableError
-from td_datapipes.plan import ReadPlan, Slab
+from td_datapipes.plan import PeriodicSlab, ReadPlan, RunSlab, Slab
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.faults import RangeFault
 from td_datapipes.wire.replies import BulkReply, ErrorReply, ReplyParser, StreamCheck, stream_check
@@ -25,6 +26,8 @@ Bytes = npt.NDArray[np.uint8]
 MAX_IN_FLIGHT_BYTES = 8 << 20
 """Replies asked for and not received: enough to keep the server busy, little enough for its output buffer."""
 _SPARE_READ_BYTES = 4096
+_PART_BYTES = 192 * 1024
+"""Copied out of a slab while the rest of it is on its way: a Unix socket buffers about that much on Linux."""
 
 
 @dataclass
@@ -86,7 +89,8 @@ class _SlabExchange:
         self.job = job
         self.nbytes = slab.stream_bytes
         self._number, self._slab, self._staging = number, slab, staging
-        self._got = 0
+        self._got = self._taken_rows = self._taken_bytes = 0
+        self._in_parts = False
         self._stream: Bytes | None = None
         self._view = memoryview(b"")
         self._check: StreamCheck | None = None
@@ -100,7 +104,7 @@ class _SlabExchange:
         if self._got < self.nbytes:
             return self._view[self._got :]
         if self._framed():
-            self.job.sink.take(self._slab, self._stream)  # type: ignore[arg-type]
+            self._take_rest()
             self.job.unfinished -= 1
             return memoryview(b"")
         # As long as what was asked for, but something else: more may have to come until it is known what.
@@ -112,12 +116,31 @@ class _SlabExchange:
         own = self.job.sink.target(self._slab)
         self._stream = self._staging.stretch(self.nbytes) if own is None else own
         self._view = self._stream.data
+        evenly = isinstance(self._slab, RunSlab | PeriodicSlab) and self._slab.sources is None
+        self._in_parts = own is None and evenly and self.nbytes > 2 * _PART_BYTES
 
     def received(self, count: int) -> None:
         if self._parser is not None:
             self._parser.received(count)
         else:
             self._got += count
+            if self._in_parts and self._got - self._taken_bytes >= _PART_BYTES and self._framed():
+                self._take_part()
+
+    def _take_part(self) -> None:
+        """Hand over the rows that are there: the server sends on meanwhile, and they are still in the cache."""
+        slab = cast(RunSlab | PeriodicSlab, self._slab)
+        rows, step = slab.whole_rows(self._got), slab.row_step_bytes
+        if rows > self._taken_rows:
+            part = slab.part(self._taken_rows, rows)
+            self.job.sink.take(part, self._stream[self._taken_rows * step :])  # type: ignore[index]
+            self._taken_rows, self._taken_bytes = rows, rows * step
+
+    def _take_rest(self) -> None:
+        if self._in_parts:
+            self._take_part()
+        else:
+            self.job.sink.take(self._slab, self._stream)  # type: ignore[arg-type]
 
     def stalled(self) -> None:
         if self._check is None:

@@ -7,7 +7,7 @@ path, taken on the first byte that is not as expected: it reads RESP2 replies on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from td_datapipes.errors import ProtocolError
-from td_datapipes.plan import PeriodicSlab, Slab
+from td_datapipes.plan import PeriodicSlab, RunSlab, Slab
 
 __all__ = [
     "NEED_DATA",
@@ -49,16 +49,29 @@ class StreamCheck(Protocol):
 
 def stream_check(slab: Slab) -> StreamCheck:
     """The check for a slab."""
-    return _PeriodicCheck(slab) if isinstance(slab, PeriodicSlab) else _ListCheck(slab)
+    if isinstance(slab, PeriodicSlab):
+        return _PeriodicCheck(
+            slab.spec.segment_starts, slab.spec.wire_lengths.tolist(), len(slab.rows), slab.stream_bytes
+        )
+    if isinstance(slab, RunSlab):
+        return _PeriodicCheck([slab.header_bytes], [slab.length], 1, slab.stream_bytes)
+    return _ListCheck(slab)
 
 
 class _PeriodicCheck:
-    """For streams that repeat: each header and each line end is compared in all periods at once."""
+    """For streams that repeat: each header and each line end is compared in all periods at once.
 
-    def __init__(self, slab: PeriodicSlab) -> None:
-        self._count, self._period = len(slab.rows), slab.spec.period_bytes
+    Args:
+        starts: where the values of the first period start.
+        lengths: their lengths.
+        count: number of periods.
+        stream_bytes: length of all periods.
+    """
+
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int], count: int, stream_bytes: int) -> None:
+        self._count, self._period = count, stream_bytes // count
         self._marks: list[tuple[int, bytes]] = []
-        for start, length in zip(slab.spec.segment_starts, slab.spec.wire_lengths.tolist(), strict=True):
+        for start, length in zip(starts, lengths, strict=True):
             header = _header(length)
             self._marks += [(start - len(header), header), (start + length, b"\r\n")]
         self._passed = [0] * len(self._marks)
