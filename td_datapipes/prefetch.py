@@ -68,6 +68,7 @@ class Prefetcher:
         self._reader = reader
         self._limit_bytes = limit_bytes
         self._ahead: _ReadAhead | None = None
+        self._past = ReadStats()
         self._pid = os.getpid()
 
     def get(self, announced: AnnouncedBatch, rows: Rows) -> TensorDict:
@@ -91,14 +92,15 @@ class Prefetcher:
 
     @property
     def stats(self) -> ReadStats:
-        """What the thread has moved so far."""
-        return ReadStats() if self._ahead is None else self._ahead.stats
+        """What was read ahead so far."""
+        return self._past if self._ahead is None else self._past + self._ahead.stats
 
     def close(self) -> None:
         """End the thread; a later `get` starts another."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
+            self._past = self._past + ahead.stats
 
 
 class _ReadAhead:
