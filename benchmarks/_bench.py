@@ -105,7 +105,9 @@ def interleave(
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     names, order = list(contenders), random.Random(0)
     every = list(draws)
-    for number, start in enumerate(range(0, len(every), TURN)):
+    starts = range(0, len(every), TURN)
+    num_warmup = min(num_warmup, len(starts) - 1)
+    for number, start in enumerate(starts):
         order.shuffle(names)
         for name in names:
             took = [_timed(contenders[name], drawn) for drawn in every[start : start + TURN]]

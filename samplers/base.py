@@ -151,6 +151,28 @@ class PositionSampler(Sampler[T], ABC, Generic[T]):
         """
         if not isinstance(cursor, Cursor):
             cursor = Cursor.from_dict(dict(cursor))
+        self._loaded = self.position_of(cursor)
+        self.seed, self._epoch = cursor.seed, cursor.epoch
+
+    # For readers that keep their own place and take an epoch's items out of turn.
+
+    def open_epoch(self, position: Position) -> tuple[Dealer[T], int]:
+        """What deals the items of ``position``'s epoch by number, and how many of them are this rank's."""
+        share = self._share(position)
+        return self._dealer(position, share), share.num_batches
+
+    def state_at(self, position: Position) -> dict[str, int | str]:
+        """What `state_dict` would give at ``position``."""
+        return self._state(position)
+
+    def position_at(self, state: Mapping[str, Any]) -> Position:
+        """The place that a state names. Raises as `load_state_dict` does, and changes nothing."""
+        return self._position(state)
+
+    def position_of(self, cursor: Cursor | Mapping[str, Any]) -> Position:
+        """The place that an elastic cursor names. Raises as `load_cursor` does, and changes nothing."""
+        if not isinstance(cursor, Cursor):
+            cursor = Cursor.from_dict(dict(cursor))
         self._check_order(cursor.rows, cursor.fingerprint)
         start, rest = divmod(cursor.rows_consumed, self._position_rows())
         if rest or start > self._length(cursor.rows):
@@ -158,8 +180,7 @@ class PositionSampler(Sampler[T], ABC, Generic[T]):
                 f"the cursor has consumed {cursor.rows_consumed} rows, but an epoch of this order has "
                 f"{self._length(cursor.rows)} times {self._position_rows()} rows"
             )
-        self.seed, self._epoch = cursor.seed, cursor.epoch
-        self._loaded = Position(epoch=cursor.epoch, rows=cursor.rows, start=start)
+        return Position(epoch=cursor.epoch, rows=cursor.rows, start=start)
 
     # What iterators ask of it.
 

@@ -123,7 +123,7 @@ class WindowDealer:
 
     def deal(self, batch: int) -> RowBatch:
         """Batch ``batch``, announcing its window from here on and the next one."""
-        if self._current is None or batch >= self._current.stop:
+        while self._current is None or batch >= self._current.stop:
             self._move_window(batch)
         rows = self._rows(batch)
         return RowBatch(rows.tolist(), ordinal=batch, window=self._window, padded=self._batches.padded(batch))

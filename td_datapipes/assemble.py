@@ -19,8 +19,10 @@ import numpy.typing as npt
 import torch
 
 from td_datapipes.memory import MemoryPool
-from td_datapipes.plan import Copy, Output, PeriodicSlab, ReadPlan, ReadSpec, Rows, Slab, Spacing
+from td_datapipes.plan import ReadPlan
+from td_datapipes.read_spec import Copy, Output, ReadSpec, Rows
 from td_datapipes.schema import ALIGNMENT_BYTES, Key
+from td_datapipes.slabs import PeriodicSlab, Slab, Spacing
 
 __all__ = ["BatchSink", "ContiguousBatch", "StridedBatch", "make_sink"]
 

@@ -1,367 +1,30 @@
-"""Rows -> ranges, and where each row's bytes stand in the reply stream. Pure: no I/O, no server, no tensor.
+"""Rows -> ranges: how a batch is read. Pure: no I/O, no server, no tensor.
 
-A `ReadSpec` says once what a row of the wanted fields is: *segments*, the byte intervals of its records that are
-read, and *copies*, which bytes of a segment are which bytes of an output field. `plan_read` turns rows into a
-`ReadPlan`: *slabs* that are asked for and received one after the other. Each slab lists its ranges in the order of
-their replies, so the position of every byte in the reply stream is known before the first one arrives (RESP2 frames
-a bulk reply of s bytes as ``$s\\r\\n`` + s bytes + ``\\r\\n``).
+`plan_read` turns rows into a `ReadPlan`: slabs that are asked for and received one after the other. Each slab lists its
+ranges in the order of their replies, so the position of every byte in the reply stream is known before the first one
+arrives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol, cast
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from td_datapipes.cost import ReadCost
-from td_datapipes.manifest import ChunkLayout
-from td_datapipes.schema import ALIGNMENT_BYTES, Key
+from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, Rows, frame_headers, segment_addresses
+from td_datapipes.slabs import CoveringSlab, PeriodicSlab, Ranges, RunSlab, Slab
 
-__all__ = [
-    "STRATEGIES",
-    "Copy",
-    "CoveringSlab",
-    "Output",
-    "PeriodicSlab",
-    "Ranges",
-    "ReadPlan",
-    "ReadSpec",
-    "RunSlab",
-    "Segment",
-    "Slab",
-    "Spacing",
-    "Strategy",
-    "frame_headers",
-    "plan_read",
-    "wire_length",
-]
+__all__ = ["STRATEGIES", "ReadPlan", "Strategy", "plan_read"]
 
 Strategy = Literal["auto", "covering", "pipelined", "lua"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "covering", "pipelined", "lua")
-Rows = npt.NDArray[np.int64]
 
 MAX_LUA_RANGES = 4096
 """Ranges of one Lua call. Lua's stack holds about 8,000 values, and a call blocks the server while it runs."""
-
-_HEADER_EXTRA = 3  # "$", CR, LF
-_TRAILER = 2  # CR, LF
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A byte interval of every record of a group that is read.
-
-    Attributes:
-        group: the group's number.
-        piece: which piece of the record, 0 where records are not cut.
-        start_bytes: from the start of that piece.
-        stop_bytes: exclusive.
-    """
-
-    group: int
-    piece: int
-    start_bytes: int
-    stop_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        return self.stop_bytes - self.start_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """A field as the batch will hold it: key, dtype and the shape of the part of one row that is kept."""
-
-    key: Key
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Copy:
-    """Bytes ``[output_start, output_start + nbytes)`` of a row of an output come from a segment, `segment_start` on."""
-
-    output: int
-    output_start: int
-    segment: int
-    segment_start: int
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadSpec:
-    """What is read of each row.
-
-    Attributes:
-        segments: in the order in which a row's replies stand.
-        copies: every non-empty output is filled exactly once.
-        outputs: in the schema's order.
-        layouts: how each group is cut into chunks.
-        spare_bytes: how far a range may reach past its chunk's records.
-    """
-
-    segments: tuple[Segment, ...]
-    copies: tuple[Copy, ...]
-    outputs: tuple[Output, ...]
-    layouts: tuple[ChunkLayout, ...]
-    spare_bytes: int
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of a row that are read."""
-        return sum(segment.nbytes for segment in self.segments)
-
-    @cached_property
-    def wire_lengths(self) -> Rows:
-        """The length each segment is asked for when it is read on its own: see `wire_length`."""
-        return np.array([wire_length(s.nbytes, self.spare_bytes) for s in self.segments], dtype=np.int64)
-
-    @cached_property
-    def period_bytes(self) -> int:
-        """Bytes of the reply stream a row takes when every segment is read on its own."""
-        return int((frame_headers(self.wire_lengths) + self.wire_lengths + _TRAILER).sum())
-
-    @cached_property
-    def wire_bytes(self) -> int:
-        """Bytes asked for a row when every segment is read on its own."""
-        return int(self.wire_lengths.sum())
-
-    @cached_property
-    def segment_starts(self) -> list[int]:
-        """Where each segment's bytes start within that period."""
-        headers = frame_headers(self.wire_lengths)
-        ends = np.cumsum(headers + self.wire_lengths + _TRAILER)
-        return [int(start) for start in np.concatenate([[0], ends[:-1]]) + headers]
-
-    def closed(self, max_gap_bytes: int) -> bool:
-        """Whether adjacent rows are best read as one range: all in one group, whole records, no wide gap."""
-        first, last = self.segments[0], self.segments[-1]
-        layout = self.layouts[first.group]
-        gaps = [after.start_bytes - before.stop_bytes for before, after in pairwise(self.segments)]
-        gaps.append(layout.stride_bytes - last.stop_bytes + first.start_bytes)
-        one_group = all(segment.group == first.group for segment in self.segments)
-        return one_group and layout.pieces == 1 and max(gaps) <= max_gap_bytes
-
-    @cached_property
-    def aligned(self) -> bool:
-        """Whether every copy of a periodic stream can be viewed in its dtype, once the stream starts at `pad_bytes`."""
-        bases = [start + self.pad_bytes for start in self.segment_starts]
-        return all(
-            (bases[copy.segment] + copy.segment_start) % itemsize == 0
-            and self.period_bytes % itemsize == 0
-            and copy.nbytes == self.outputs[copy.output].nbytes
-            for copy in self.copies
-            for itemsize in [self.outputs[copy.output].dtype.itemsize]
-        )
-
-    @cached_property
-    def pad_bytes(self) -> int:
-        """Bytes to leave in front of a stream so that its first record starts at a multiple of 16."""
-        return -self.segment_starts[0] % ALIGNMENT_BYTES if self.segments else 0
-
-
-class Slab(Protocol):
-    """Ranges that are asked for together and land in one stretch of memory, and who gets which bytes of them.
-
-    Attributes:
-        rows: the rows it holds, each once.
-        prefix: bytes of the reply before the first range's header (a Lua table's ``*n`` line).
-        stream_bytes: length of the whole reply stream when nothing is missing.
-        num_ranges: ranges it asks for.
-        num_bytes: payload bytes it asks for.
-        positions: the batch rows filled from it: a slice, or one index a row filled.
-        sources: which row of the slab fills each of `positions`; None where they go one to one, in order.
-    """
-
-    @property
-    def rows(self) -> Rows: ...
-    @property
-    def prefix(self) -> bytes: ...
-    @property
-    def stream_bytes(self) -> int: ...
-    @property
-    def num_ranges(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def positions(self) -> slice | Rows: ...
-    @property
-    def sources(self) -> Rows | None: ...
-
-    def ranges(self) -> Ranges:
-        """The ranges in the order of their replies."""
-
-    def segment_offsets(self, segment: int) -> Spacing | Rows:
-        """Where that segment of each row starts in the reply stream; evenly spaced, or one offset a row."""
-
-
-@dataclass(frozen=True)
-class Spacing:
-    """Offsets ``first + step * i``."""
-
-    first: int
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranges:
-    """Byte ranges of chunks, one entry each in four arrays: group, chunk, first byte, length."""
-
-    groups: Rows
-    chunks: Rows
-    starts: Rows
-    lengths: Rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeriodicSlab:
-    """A range of its own for every row and segment: the replies are one period a row, in order (a `Slab`)."""
-
-    rows: Rows
-    spec: ReadSpec
-    positions: slice | Rows
-    sources: Rows | None
-    prefix: bytes = b""
-
-    @property
-    def stream_bytes(self) -> int:
-        return len(self.rows) * self.spec.period_bytes
-
-    @property
-    def num_ranges(self) -> int:
-        return len(self.rows) * len(self.spec.segments)
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.rows) * self.spec.wire_bytes
-
-    def ranges(self) -> Ranges:
-        n, k = len(self.rows), len(self.spec.segments)
-        chunks, starts = np.empty((n, k), dtype=np.int64), np.empty((n, k), dtype=np.int64)
-        for j, segment in enumerate(self.spec.segments):
-            chunks[:, j], starts[:, j] = _addresses(self.rows, segment, self.spec.layouts[segment.group])
-        groups = np.array([segment.group for segment in self.spec.segments], dtype=np.int64)
-        return Ranges(
-            groups=np.tile(groups, n),
-            chunks=chunks.reshape(-1),
-            starts=starts.reshape(-1),
-            lengths=np.tile(self.spec.wire_lengths, n),
-        )
-
-    def segment_offsets(self, segment: int) -> Spacing:
-        return Spacing(self.spec.segment_starts[segment], self.spec.period_bytes)
-
-    @property
-    def row_step_bytes(self) -> int:
-        """Bytes of the reply stream from row to row."""
-        return self.spec.period_bytes
-
-    def whole_rows(self, received_bytes: int) -> int:
-        """How many rows are there whole once so much of the stream is."""
-        return received_bytes // self.spec.period_bytes
-
-    def part(self, begin: int, stop: int) -> PeriodicSlab:
-        """Rows ``[begin, stop)`` of a slab that goes one to one; its stream starts `begin` steps later."""
-        first = cast(slice, self.positions).start
-        return replace(self, rows=self.rows[begin:stop], positions=slice(first + begin, first + stop))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSlab:
-    """One range over adjacent rows of one chunk: what reading in order is made of (a `Slab`)."""
-
-    rows: Rows
-    spec: ReadSpec
-    chunk: int
-    start: int
-    length: int
-    positions: slice
-    sources: None = None
-    prefix: bytes = b""
-    num_ranges: int = 1
-
-    @property
-    def group(self) -> int:
-        """The group all its bytes are of."""
-        return self.spec.segments[0].group
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes before the range's own."""
-        return len(str(self.length)) + _HEADER_EXTRA
-
-    @property
-    def stream_bytes(self) -> int:
-        return self.header_bytes + self.length + _TRAILER
-
-    @property
-    def num_bytes(self) -> int:
-        return self.length
-
-    def ranges(self) -> Ranges:
-        return Ranges(
-            groups=np.array([self.group]),
-            chunks=np.array([self.chunk]),
-            starts=np.array([self.start]),
-            lengths=np.array([self.length]),
-        )
-
-    def segment_offsets(self, segment: int) -> Spacing:
-        segments = self.spec.segments
-        first = self.header_bytes + segments[segment].start_bytes - segments[0].start_bytes
-        return Spacing(first, self.row_step_bytes)
-
-    @property
-    def row_step_bytes(self) -> int:
-        """Bytes of the reply stream from row to row."""
-        return self.spec.layouts[self.group].stride_bytes
-
-    def whole_rows(self, received_bytes: int) -> int:
-        """How many rows are there whole once so much of the stream is."""
-        row_bytes = self.spec.segments[-1].stop_bytes - self.spec.segments[0].start_bytes
-        rows = (received_bytes - self.header_bytes - row_bytes) // self.row_step_bytes + 1
-        return min(max(rows, 0), len(self.rows))
-
-    def part(self, begin: int, stop: int) -> RunSlab:
-        """Rows ``[begin, stop)``, with the header's length as it is; its stream starts `begin` steps later."""
-        first = self.positions.start
-        return replace(self, rows=self.rows[begin:stop], positions=slice(first + begin, first + stop))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoveringSlab:
-    """Ranges that each cover several rows and the gaps between them (a `Slab`).
-
-    Attributes:
-        offsets: for each segment, where it starts in the reply stream: evenly spaced, or one offset a row.
-    """
-
-    rows: Rows
-    covered: Ranges
-    prefix: bytes
-    stream_bytes: int
-    num_bytes: int
-    offsets: tuple[Spacing | Rows, ...]
-    positions: slice | Rows
-    sources: Rows | None
-
-    @property
-    def num_ranges(self) -> int:
-        return len(self.covered.lengths)
-
-    def ranges(self) -> Ranges:
-        return self.covered
-
-    def segment_offsets(self, segment: int) -> Spacing | Rows:
-        return self.offsets[segment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,28 +50,6 @@ class ReadPlan:
     def num_bytes(self) -> int:
         """Payload bytes over all slabs."""
         return sum(slab.num_bytes for slab in self.slabs)
-
-
-def frame_headers(lengths: Rows) -> Rows:
-    """Bytes of the ``$<length>\\r\\n`` header of each bulk reply."""
-    digits = np.ones_like(lengths)
-    bound, top = 10, int(lengths.max(initial=0))
-    while bound <= top:
-        digits += lengths >= bound
-        bound *= 10
-    return digits + _HEADER_EXTRA
-
-
-def wire_length(nbytes: int, spare_bytes: int) -> int:
-    """The shortest length from `nbytes` on whose framed reply is a multiple of 16; `nbytes` where spare is too little.
-
-    Replies that follow each other then all start at the same alignment, and their records can be viewed in place.
-    The step from 3 to 4 digits leaves a multiple of 16 out, so up to 30 bytes are needed (985 becomes 1015), else 15.
-    """
-    for length in range(nbytes, nbytes + spare_bytes + 1):
-        if (len(str(length)) + _HEADER_EXTRA + length + _TRAILER) % ALIGNMENT_BYTES == 0:
-            return length
-    return nbytes
 
 
 def plan_read(
@@ -499,12 +140,6 @@ def _sorted_unique(rows: Rows) -> tuple[Rows | None, Rows]:
     return order, ordered[first]
 
 
-def _addresses(rows: Rows, segment: Segment, layout: ChunkLayout) -> tuple[Rows, Rows]:
-    """Chunk of each row's segment and where it starts there."""
-    chunk, within = np.divmod(rows, layout.records_per_chunk)
-    return chunk * layout.pieces + segment.piece, within * layout.stride_bytes + segment.start_bytes
-
-
 def _pipelined_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
     """One range a row and segment, in the order asked for; a repeated row is asked for where it first appears."""
     asked, fills = rows, None
@@ -545,7 +180,7 @@ def _merge(unique: Rows, spec: ReadSpec, max_gap_bytes: int) -> Iterator[_Merged
         chunks = np.empty((len(unique), len(columns)), dtype=np.int64)
         starts = np.empty_like(chunks)
         for position, j in enumerate(columns):
-            chunks[:, position], starts[:, position] = _addresses(unique, spec.segments[j], layout)
+            chunks[:, position], starts[:, position] = segment_addresses(unique, spec.segments[j], layout)
         lengths = np.array([spec.segments[j].nbytes for j in columns], dtype=np.int64)
         flat_chunks, flat_starts = chunks.reshape(-1), starts.reshape(-1)
         stops = (starts + lengths).reshape(-1)
@@ -631,8 +266,8 @@ def _merged_ranges(
     merged = list(_merge(rows, spec, max_gap_bytes))
     lengths = np.concatenate([ranges.lengths for ranges in merged])
     prefix = b"*%d\r\n" % len(lengths) if as_table else b""
-    ends = np.cumsum(frame_headers(lengths) + lengths + _TRAILER) + len(prefix)
-    data = ends - lengths - _TRAILER
+    ends = np.cumsum(frame_headers(lengths) + lengths + TRAILER_BYTES) + len(prefix)
+    data = ends - lengths - TRAILER_BYTES
     offsets: list[Rows] = [rows] * len(spec.segments)
     first = 0
     for ranges in merged:

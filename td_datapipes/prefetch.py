@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch.utils.data import get_worker_info
 
 from td_datapipes.errors import ServerTimeoutError
-from td_datapipes.plan import Rows
+from td_datapipes.read_spec import Rows
 from td_datapipes.store import RowReader
 from td_datapipes.window_reads import BatchRead, ReadGroup, group_reads
 from td_datapipes.wire.reader import ReadStats

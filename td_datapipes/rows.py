@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from td_datapipes.errors import RowIndexError
-from td_datapipes.plan import Rows
+from td_datapipes.read_spec import Rows
 
 __all__ = ["resolve_index"]
 

@@ -25,8 +25,10 @@ from td_datapipes.errors import (
 from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec
 from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
-from td_datapipes.plan import STRATEGIES, ReadPlan, ReadSpec, Rows, Slab, Strategy, plan_read
+from td_datapipes.plan import STRATEGIES, ReadPlan, Strategy, plan_read
+from td_datapipes.read_spec import ReadSpec, Rows
 from td_datapipes.schema import Field, format_key, new_tensordict
+from td_datapipes.slabs import Slab
 from td_datapipes.wire.faults import RangeFault, error_from_text
 from td_datapipes.wire.reader import PlanReader, ReadStats
 from td_datapipes.wire.requests import RequestBuilder

@@ -9,7 +9,8 @@ import numpy as np
 from tensordict import TensorDict
 
 from td_datapipes.assemble import BatchSink
-from td_datapipes.plan import ReadPlan, Rows
+from td_datapipes.plan import ReadPlan
+from td_datapipes.read_spec import Rows
 from td_datapipes.store import RowReader
 from td_datapipes.wire.reader import PlanReader, ReadJob
 

@@ -12,8 +12,11 @@ from tensordict import TensorDictBase
 from td_datapipes.assemble import make_sink
 from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
-from td_datapipes.plan import ReadPlan, ReadSpec, Slab
+from td_datapipes.memory import MemoryPool
+from td_datapipes.plan import ReadPlan
+from td_datapipes.read_spec import ReadSpec
 from td_datapipes.schema import Group, Key, Schema, schema_of
+from td_datapipes.slabs import Slab
 
 __all__ = ["ChunksInMemory"]
 
@@ -43,7 +46,9 @@ class ChunksInMemory:
             schema = Schema(groups=tuple(packed), nodes=schema.nodes)
         self.td = td
         self.rows = td.batch_size[0]
-        layouts = [ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, records_per_chunk) for group in schema.groups]
+        layouts = [
+            ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, records_per_chunk) for group in schema.groups
+        ]
         self.manifest = Manifest(
             name="memory",
             id="0123456789",
@@ -105,7 +110,7 @@ class ChunksInMemory:
 
     def read(self, plan: ReadPlan, spec: ReadSpec, *, strided: bool = False) -> dict[Key, torch.Tensor]:
         """Carry out a plan: every slab's reply is received where its sink wants it, or into staging that is reused."""
-        sink = make_sink(plan, spec, strided=strided, pin_memory=False)
+        sink = make_sink(plan, spec, MemoryPool(), strided=strided, pin_memory=False)
         staging = np.empty(max((slab.stream_bytes for slab in plan.slabs), default=0), dtype=np.uint8)
         for slab in plan.slabs:
             reply = np.frombuffer(self.reply(plan, slab), dtype=np.uint8)

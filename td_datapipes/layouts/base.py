@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from td_datapipes.manifest import ChunkLayout
-from td_datapipes.plan import Copy, Output, ReadSpec, Segment
+from td_datapipes.read_spec import Copy, Output, ReadSpec, Segment
 from td_datapipes.schema import Field, Schema
 
 __all__ = ["FieldPart", "Layout", "build_read_spec"]

@@ -47,7 +47,9 @@ def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
     """
     text = str(error)
     if isinstance(error, rex.AuthenticationError | rex.AuthorizationError | rex.NoPermissionError):
-        return _refused(text, address, doing)
+        # redis-py takes the code off this one.
+        code = "NOPERM " if isinstance(error, rex.NoPermissionError) and "NOPERM" not in text else ""
+        return _refused(code + text, address, doing)
     if isinstance(error, rex.TimeoutError | TimeoutError):
         return ServerTimeoutError(
             f"{address} did not answer in time while {doing}; it may be stopped, busy or far away "

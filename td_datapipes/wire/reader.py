@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from td_datapipes.assemble import BatchSink
 from td_datapipes.errors import ProtocolError, ServerUnavailableError
-from td_datapipes.plan import PeriodicSlab, ReadPlan, RunSlab, Slab
+from td_datapipes.plan import ReadPlan
+from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.faults import RangeFault
 from td_datapipes.wire.replies import BulkReply, ErrorReply, ReplyParser, StreamCheck, stream_check

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from td_datapipes.errors import ProtocolError
-from td_datapipes.plan import PeriodicSlab, RunSlab, Slab
+from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab
 
 __all__ = [
     "NEED_DATA",

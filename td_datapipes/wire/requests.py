@@ -11,7 +11,9 @@ from operator import itemgetter
 
 import numpy as np
 
-from td_datapipes.plan import PeriodicSlab, ReadPlan, ReadSpec, Rows, RunSlab, Segment, Slab
+from td_datapipes.plan import ReadPlan
+from td_datapipes.read_spec import ReadSpec, Rows, Segment
+from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab
 from td_datapipes.wire.scripts import load_script
 
 __all__ = ["RequestBuilder", "bulk"]

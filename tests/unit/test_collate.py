@@ -71,7 +71,7 @@ class Counting(Dataset[Any]):
 
 @pytest.fixture
 def counting() -> Iterator[Counting]:
-    yield Counting(10)
+    return Counting(10)
 
 
 def test_a_loader_asks_once_a_batch(counting: Counting) -> None:

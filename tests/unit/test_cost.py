@@ -31,7 +31,9 @@ def test_the_gap_is_their_ratio_within_its_bounds(range_seconds: float, byte_sec
     ("trip", "per_range", "per_byte"),
     [(50e-6, 2e-6, 1e-9), (30e-6, 4e-6, 5e-10), (100e-6, 1e-6, 4e-9), (30e-6, 1e-5, 4e-10), (2e-3, 1.5e-6, 8e-9)],
 )
-def test_varied_reads_move_the_gap_from_the_prior_to_the_servers(trip: float, per_range: float, per_byte: float) -> None:
+def test_varied_reads_move_the_gap_from_the_prior_to_the_servers(
+    trip: float, per_range: float, per_byte: float
+) -> None:
     generator = np.random.default_rng(0)
     model = CostModel()
     while not model.settled:

@@ -36,7 +36,9 @@ def test_every_error_is_caught_by_the_root_and_says_what_it_is(name: str) -> Non
 
 
 def test_all_errors_are_listed() -> None:
-    defined = {name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__}
+    defined = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
     assert defined == set(NAMES)
 
 

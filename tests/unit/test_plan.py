@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 from types import FrameType
 from typing import Any
 
@@ -21,18 +21,8 @@ from tensordict import TensorDict
 from td_datapipes.cost import ReadCost
 from td_datapipes.layouts import FieldPart, build_read_spec
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout
-from td_datapipes.plan import (
-    STRATEGIES,
-    Copy,
-    Output,
-    ReadPlan,
-    ReadSpec,
-    Segment,
-    Strategy,
-    frame_headers,
-    plan_read,
-    wire_length,
-)
+from td_datapipes.plan import STRATEGIES, ReadPlan, Strategy, plan_read
+from td_datapipes.read_spec import Copy, Output, ReadSpec, Segment, frame_headers, wire_length
 from td_datapipes.schema import Key
 
 FIELDS: dict[str | tuple[str, ...], tuple[torch.dtype, tuple[int, ...]]] = {
@@ -112,7 +102,7 @@ def check_gaps(
         for group, chunk, start, length in chunks.requests(slab):
             needed = [at for at in range(start, start + length) if (group, chunk, at) in wanted]
             assert (needed[0], needed[-1]) == (start, start + length - 1)
-            assert max((b - a - 1 for a, b in zip(needed, needed[1:], strict=False)), default=0) <= max_gap_bytes
+            assert max((b - a - 1 for a, b in pairwise(needed)), default=0) <= max_gap_bytes
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +215,9 @@ def test_random_tables_rows_and_plans_equal_the_reference(data: st.DataObject) -
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, 120), min_size=2, max_size=8, unique=True), chunk_bytes=st.sampled_from([48, 4096]))
 def test_parts_of_a_field_arrive_side_by_side(cuts: list[int], chunk_bytes: int) -> None:
-    chunks = ChunksInMemory(random_rows(5, {"a": (torch.int16, (3,)), "x": (torch.uint8, (120,))}), chunk_bytes=chunk_bytes)
+    chunks = ChunksInMemory(
+        random_rows(5, {"a": (torch.int16, (3,)), "x": (torch.uint8, (120,))}), chunk_bytes=chunk_bytes
+    )
     bounds = sorted(cuts)[: len(cuts) // 2 * 2]
     ranges = tuple(zip(bounds[::2], bounds[1::2], strict=True))
     length = sum(stop - start for start, stop in ranges)

@@ -120,7 +120,9 @@ def test_more_than_rows_is_refused_with_the_way_to_do_it(index: Any) -> None:
         resolve_index(index, NUM_ROWS, "name")
 
 
-@pytest.mark.parametrize("index", [True, [True], [True] * 13, np.ones((12, 1), dtype=bool), torch.ones(0, dtype=torch.bool)])
+@pytest.mark.parametrize(
+    "index", [True, [True], [True] * 13, np.ones((12, 1), dtype=bool), torch.ones(0, dtype=torch.bool)]
+)
 def test_a_mask_of_another_length_is_refused_with_both_lengths(index: Any) -> None:
     with pytest.raises(RowIndexError, match=r"a mask has one entry a row: 12 for 'name', not shape"):
         resolve_index(index, NUM_ROWS, "name")

@@ -45,9 +45,7 @@ def test_unknown_dtypes_are_named_with_those_that_are_known() -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(ALL_DTYPES), st.lists(st.integers(0, 6), max_size=3).map(tuple)), max_size=12
-    )
+    st.lists(st.tuples(st.sampled_from(ALL_DTYPES), st.lists(st.integers(0, 6), max_size=3).map(tuple)), max_size=12)
 )
 def test_fields_lie_one_after_the_other_each_aligned(kinds: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
     group = Group.pack([((f"f{i}",), dtype, shape) for i, (dtype, shape) in enumerate(kinds)])
@@ -68,7 +66,10 @@ def nested() -> TensorDict:
         {
             "obs": torch.zeros(4, 3),
             "next": TensorDict(
-                {"obs": torch.ones(4, 2, 3), "deep": TensorDict({"er": torch.zeros(4, 2, 5)}, [4, 2, 5], names=["r", "t", "u"])},
+                {
+                    "obs": torch.ones(4, 2, 3),
+                    "deep": TensorDict({"er": torch.zeros(4, 2, 5)}, [4, 2, 5], names=["r", "t", "u"]),
+                },
                 [4, 2],
             ),
             "empty": TensorDict({}, [4]),
@@ -85,7 +86,7 @@ def test_the_tree_of_nodes_is_kept_with_batch_sizes_and_names() -> None:
     assert {node.key: (node.batch_shape, node.names) for node in schema.nodes[1:]} == {
         ("next",): ((2,), ("r", "t")),
         ("next", "deep"): ((2, 5), ("r", "t", "u")),
-        ("empty",): ((), None),
+        ("empty",): ((), ("r",)),
     }
     assert list(schema.fields) == [("obs",), ("next", "obs"), ("next", "deep", "er")]
     assert [field.shape for field in schema.fields.values()] == [(3,), (2, 3), (2, 5)]
@@ -261,7 +262,9 @@ def test_what_has_no_rows_is_refused(value: Any, said: str) -> None:
 
 
 def test_fields_without_bytes_take_no_room() -> None:
-    schema = schema_of(random_rows(3, {"a": (torch.float32, (10, 0)), "b": (torch.int8, (0, 3)), "c": (torch.bool, ())}))
+    schema = schema_of(
+        random_rows(3, {"a": (torch.float32, (10, 0)), "b": (torch.int8, (0, 3)), "c": (torch.bool, ())})
+    )
     assert schema.groups[0].record_bytes == 1
     assert [field.nbytes for field in schema.fields.values()] == [0, 0, 1]
     assert schema_of(TensorDict({}, [2])).groups[0].stride_bytes == 0

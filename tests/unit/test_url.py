@@ -122,7 +122,24 @@ def test_a_name_is_optional_where_none_is_needed() -> None:
     assert str(ServerURL.parse("redis://h/0", require_name=False)) == "redis://h:6379/0"
 
 
-NAMES = ["atari/pong", "a b", "a%20b", "{tag}", "*", "a?b", "[ab]", "a#b", "a\nb", "ab", "a\tb", "a\0b", "ü", "a:b", " ", "€{}%"]
+NAMES = [
+    "atari/pong",
+    "a b",
+    "a%20b",
+    "{tag}",
+    "*",
+    "a?b",
+    "[ab]",
+    "a#b",
+    "a\nb",
+    "ab",
+    "a\tb",
+    "a\0b",
+    "ü",
+    "a:b",
+    " ",
+    "€{}%",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
