@@ -12,6 +12,7 @@ plan does not deliver one record a row in order (repeats, covering ranges), reco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import Copy, Output, ReadSpec, Rows
 from td_datapipes.schema import ALIGNMENT_BYTES, Key
-from td_datapipes.slabs import PeriodicSlab, Slab, Spacing
+from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab, Spacing
 
 __all__ = ["BatchSink", "ContiguousBatch", "StridedBatch", "make_sink"]
 
@@ -37,6 +38,9 @@ _NUMPY_DTYPES = {
     torch.float64: np.dtype(np.float64),
 }
 """The common dtypes that numpy has too: a tensor of them is made in one step."""
+
+_LONG_BYTES = 4096
+"""Fields of a row at least so long are received where they belong; shorter ones are cheaper to copy."""
 
 _RUN_BYTES = 16 * 1024
 """Runs that are longer on average are moved one by one; shorter ones cost less to gather all at once."""
@@ -55,6 +59,12 @@ class BatchSink(Protocol):
 
     def target(self, slab: Slab) -> Bytes | None:
         """The stretch of the batch's own memory that the slab's reply stream is received into; None for staging."""
+
+    def places(self, run: RunSlab) -> list[memoryview] | None:
+        """Where the range of a run may be received piece by piece, uncopied; None where that does not pay."""
+
+    def placed(self, run: RunSlab) -> None:
+        """The run's bytes are in the places that were given for it."""
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """The slab has arrived whole: `stream` is its reply stream, checked. It may be overwritten afterwards."""
@@ -83,18 +93,34 @@ class ContiguousBatch:
 
     def __init__(self, num_rows: int, spec: ReadSpec, pool: MemoryPool, *, pin_memory: bool) -> None:
         self.tensors: dict[Key, torch.Tensor] = {}
-        memories = []
+        self._spec = spec
+        self._memories: list[Bytes] = []
+        self._direct: _DirectFields | None = None
         for output in spec.outputs:
             made = _pinned_field(num_rows, output) if pin_memory else _new_field(num_rows, output, pool)
             self.tensors[output.key], memory = made
-            memories.append(memory)
+            self._memories.append(memory)
         self._copies = [
-            (copy, _items(memories[copy.output], copy.nbytes, copy.output_start, spec.outputs[copy.output].nbytes))
+            (
+                copy,
+                _items(self._memories[copy.output], copy.nbytes, copy.output_start, spec.outputs[copy.output].nbytes),
+            )
             for copy in spec.copies
         ]
 
     def target(self, slab: Slab) -> None:
         """Always staging."""
+
+    def places(self, run: RunSlab) -> list[memoryview] | None:
+        """Long fields where they belong; what lies between them aside, for `placed` to copy."""
+        if self._direct is None:
+            self._direct = _DirectFields.of(self._spec, self._memories)
+        return self._direct.places(run) if self._direct.worthwhile else None
+
+    def placed(self, run: RunSlab) -> None:
+        """Copy the short fields."""
+        if self._direct is not None:
+            self._direct.placed(run)
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the slab's rows out, field by field."""
@@ -115,10 +141,15 @@ class StridedBatch:
         self._spec = spec
         self._num_rows = plan.num_rows
         self._pin_memory = pin_memory
+        self._runs = bool(plan.slabs) and all(isinstance(slab, RunSlab) for slab in plan.slabs)
         self._direct = spec.aligned and all(
             isinstance(slab, PeriodicSlab) and slab.sources is None for slab in plan.slabs
         )
-        if self._direct:
+        if self._runs:
+            first = spec.segments[0]
+            self._base, self._period = 0, spec.layouts[first.group].stride_bytes
+            self._segments = [segment.start_bytes - first.start_bytes for segment in spec.segments]
+        elif self._direct:
             self._base, self._period = spec.pad_bytes, spec.period_bytes
             self._segments = [start + self._base for start in spec.segment_starts]
         else:
@@ -139,14 +170,24 @@ class StridedBatch:
 
     def target(self, slab: Slab) -> Bytes | None:
         """The stretch of the buffer where the slab's periods lie, if the stream is the batch itself."""
-        if not self._direct:
+        if self._runs or not self._direct:
             return None
         start = self._base + slab.positions.start * self._period  # type: ignore[union-attr]
         return self._bytes[start : start + slab.stream_bytes]
 
+    def places(self, run: RunSlab) -> list[memoryview] | None:
+        """A run of records is a stretch of the batch."""
+        if not self._runs:
+            return None
+        start = run.positions.start * self._period
+        return [self._bytes.data[start : start + run.length]]
+
+    def placed(self, run: RunSlab) -> None:
+        """They are where they belong."""
+
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Nothing where the stream is the batch; else move the records, segment by segment."""
-        if self._direct:
+        if self._direct and not self._runs:
             return
         for number, segment in enumerate(self._spec.segments):
             rows = _items(self._bytes, segment.nbytes, self._segments[number], self._period)
@@ -178,6 +219,94 @@ class StridedBatch:
         size = output.dtype.itemsize
         offset = self._segments[copy.segment] + copy.segment_start
         return copy.nbytes == output.nbytes and offset % size == 0 and self._period % size == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DirectFields:
+    """Splits the bytes of adjacent records into long fields, received in place, and the rest, received aside.
+
+    Attributes:
+        spec: what each row is.
+        long: copies whose fields are received in place, with the fields' memory, in the order of the record.
+        short: the other copies, and where each lies in a row's rest.
+        low: where a row's bytes start in the record.
+        stride_bytes: from record to record.
+        rest_bytes: bytes of a record that are in no long field.
+        aside: the rest of each run, by its first position.
+    """
+
+    spec: ReadSpec
+    long: tuple[tuple[int, Copy, Bytes], ...]
+    short: tuple[tuple[int, Copy, Bytes], ...]
+    low: int
+    stride_bytes: int
+    rest_bytes: int
+    aside: dict[int, Bytes]
+
+    @classmethod
+    def of(cls, spec: ReadSpec, memories: Sequence[Bytes]) -> _DirectFields:
+        """For the fields of a batch whose memory that is."""
+        low = spec.segments[0].start_bytes
+        placed = sorted(
+            (spec.segments[copy.segment].start_bytes - low + copy.segment_start, copy.output, copy)
+            for copy in spec.copies
+        )
+        stride_bytes = spec.layouts[spec.segments[0].group].stride_bytes
+        long, short, passed = [], [], 0
+        for at, output, copy in placed:
+            if copy.nbytes >= _LONG_BYTES:
+                long.append((at, copy, memories[output]))
+                passed += copy.nbytes
+            else:
+                short.append((at - passed, copy, memories[output]))
+        return cls(
+            spec=spec,
+            long=tuple(long),
+            short=tuple(short),
+            low=low,
+            stride_bytes=stride_bytes,
+            rest_bytes=stride_bytes - passed,
+            aside={},
+        )
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether most bytes are in long fields."""
+        return bool(self.long) and 4 * self.rest_bytes <= self.stride_bytes
+
+    def places(self, run: RunSlab) -> list[memoryview]:
+        """The run's bytes piece by piece, long fields and what lies between them in turn."""
+        first, count = run.positions.start, len(run.rows)
+        if not self.rest_bytes and len(self.long) == 1:  # rows follow each other in the field as they do in the chunk
+            nbytes = self.stride_bytes
+            return [self.long[0][2].data[first * nbytes : (first + count) * nbytes]]
+        rest = np.empty(count * self.rest_bytes, dtype=np.uint8)
+        self.aside[first] = rest
+        aside, pieces, taken, left = rest.data, [], 0, run.length
+        fields = [(at, copy, memory.data, self.spec.outputs[copy.output].nbytes) for at, copy, memory in self.long]
+        at_now = 0  # of the run's bytes
+        for row in range(count):
+            for at, copy, memory, step in fields:
+                gap = row * self.stride_bytes + at - at_now
+                if gap:
+                    pieces.append(aside[taken : taken + gap])
+                    taken += gap
+                place = (first + row) * step + copy.output_start
+                pieces.append(memory[place : place + copy.nbytes])
+                at_now += gap + copy.nbytes
+        if left > at_now:
+            pieces.append(aside[taken : taken + left - at_now])
+        return pieces
+
+    def placed(self, run: RunSlab) -> None:
+        """Copy the short fields out of what was received aside."""
+        rest = self.aside.pop(run.positions.start, None)
+        if rest is None:
+            return
+        for at, copy, memory in self.short:
+            rows = _items(memory, copy.nbytes, copy.output_start, self.spec.outputs[copy.output].nbytes)
+            found = np.ndarray((len(run.rows),), rows.dtype, rest, at, (self.rest_bytes,))
+            rows[run.positions] = found
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

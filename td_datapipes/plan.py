@@ -23,6 +23,8 @@ __all__ = ["STRATEGIES", "ReadPlan", "Strategy", "plan_read"]
 Strategy = Literal["auto", "covering", "pipelined", "lua"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "covering", "pipelined", "lua")
 
+RUN_BYTES = 4 << 20
+"""A range over adjacent rows may be as long as a chunk: long ones cost the server least, and nothing is copied."""
 MAX_LUA_RANGES = 4096
 """Ranges of one Lua call. Lua's stack holds about 8,000 values, and a call blocks the server while it runs."""
 
@@ -100,7 +102,7 @@ def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
     """Adjacent rows, one range a slab."""
     layout = spec.layouts[spec.segments[0].group]
     low, high = spec.segments[0].start_bytes, spec.segments[-1].stop_bytes
-    most = max(1, slab_bytes // layout.stride_bytes)
+    most = max(1, max(slab_bytes, RUN_BYTES) // layout.stride_bytes)
     first, at = int(rows[0]), 0
     while at < len(rows):
         chunk, within = divmod(first + at, layout.records_per_chunk)

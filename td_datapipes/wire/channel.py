@@ -27,8 +27,8 @@ class Exchange(Protocol):
     def request(self) -> Sequence[bytes | memoryview]:
         """The request's bytes, in parts; a memoryview must not change until the reply is complete."""
 
-    def target(self) -> memoryview:
-        """Where the next bytes go; empty once the reply is complete."""
+    def target(self) -> memoryview | list[memoryview]:
+        """Where the next bytes go; empty once the reply is complete. Several places only where `Channel.scatters`."""
 
     def received(self, count: int) -> None:
         """That many bytes were put into `target`."""
@@ -57,6 +57,11 @@ class Channel:
         self._poll.register(self._socket.fileno(), select.POLLIN)
         self._unsent: deque[memoryview] = deque()
         self._awaited: deque[Exchange] = deque()
+
+    @property
+    def scatters(self) -> bool:
+        """Whether one receive can fill several places: not over TLS."""
+        return not isinstance(self._socket, ssl.SSLSocket)
 
     @property
     def num_awaited(self) -> int:
@@ -88,7 +93,10 @@ class Channel:
         exchange = self._awaited[0]
         while len(target := exchange.target()):
             try:
-                count = self._socket.recv_into(target)
+                if isinstance(target, list):
+                    count = self._socket.recvmsg_into(target)[0]
+                else:
+                    count = self._socket.recv_into(target)
             except _WOULD_BLOCK:
                 exchange.stalled()
                 self._wait(deadline, doing)

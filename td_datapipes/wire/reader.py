@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -27,6 +29,8 @@ Bytes = npt.NDArray[np.uint8]
 MAX_IN_FLIGHT_BYTES = 8 << 20
 """Replies asked for and not received: enough to keep the server busy, little enough for its output buffer."""
 _SPARE_READ_BYTES = 4096
+_MAX_PLACES = 64
+"""Of one receive: about as many as fill what a socket holds."""
 _PART_BYTES = 192 * 1024
 """Copied out of a slab while the rest of it is on its way: a Unix socket buffers about that much on Linux."""
 
@@ -82,28 +86,55 @@ class _Staging:
         return self._memory[:nbytes]
 
 
+class _Places:
+    """The places a run is received into: header and last CRLF aside, all else where the sink wants it."""
+
+    def __init__(self, run: RunSlab, places: list[memoryview]) -> None:
+        self._header = b"$%d\r\n" % run.length
+        self._parts = [memoryview(bytearray(len(self._header))), *places, memoryview(bytearray(2))]
+        self._ends = list(accumulate(map(len, self._parts)))
+
+    def target(self, got: int) -> list[memoryview]:
+        """What comes behind the first `got` bytes, as many places as one receive may fill."""
+        index = bisect_right(self._ends, got)
+        begun = len(self._parts[index]) - (self._ends[index] - got)
+        return [self._parts[index][begun:], *self._parts[index + 1 : index + _MAX_PLACES]]
+
+    def framed(self, got: int) -> bool:
+        """Whether header and last CRLF are right, as far as they are there."""
+        if bytes(self._parts[0][:got]) != self._header[:got]:
+            return False
+        return got < self._ends[-1] or bytes(self._parts[-1]) == b"\r\n"
+
+    def stream(self, got: int) -> bytes:
+        """The first `got` bytes as they came."""
+        return b"".join(self._parts)[:got]
+
+
 class _SlabExchange:
     """One slab's request and reply stream (an `Exchange`): straight into memory, checked before any wait."""
 
-    def __init__(self, number: int, slab: Slab, job: ReadJob, staging: _Staging) -> None:
+    def __init__(self, number: int, slab: Slab, job: ReadJob, staging: _Staging, *, scatters: bool) -> None:
         self.request = (job.request(slab),)
         self.job = job
         self.nbytes = slab.stream_bytes
         self._number, self._slab, self._staging = number, slab, staging
         self._got = self._taken_rows = self._taken_bytes = 0
         self._in_parts = False
+        self._scatters = scatters
+        self._places: _Places | None = None
         self._stream: Bytes | None = None
         self._view = memoryview(b"")
         self._check: StreamCheck | None = None
         self._parser: _FaultFinder | None = None
 
-    def target(self) -> memoryview:
+    def target(self) -> memoryview | list[memoryview]:
         if self._parser is not None:
             return self._parser.target()
-        if self._stream is None:
+        if self._stream is None and self._places is None:
             self._begin()
         if self._got < self.nbytes:
-            return self._view[self._got :]
+            return self._view[self._got :] if self._places is None else self._places.target(self._got)
         if self._framed():
             self._take_rest()
             self.job.unfinished -= 1
@@ -114,6 +145,11 @@ class _SlabExchange:
     def _begin(self) -> None:
         if not hasattr(self.job, "sink"):
             raise ServerUnavailableError("an earlier read on this connection was given up before its reply came")
+        if self._scatters and isinstance(self._slab, RunSlab):
+            places = self.job.sink.places(self._slab)
+            if places is not None:
+                self._places = _Places(self._slab, places)
+                return
         own = self.job.sink.target(self._slab)
         self._stream = self._staging.stretch(self.nbytes) if own is None else own
         self._view = self._stream.data
@@ -138,18 +174,22 @@ class _SlabExchange:
             self._taken_rows, self._taken_bytes = rows, rows * step
 
     def _take_rest(self) -> None:
-        if self._in_parts:
+        if self._places is not None:
+            self.job.sink.placed(cast(RunSlab, self._slab))
+        elif self._in_parts:
             self._take_part()
         else:
             self.job.sink.take(self._slab, self._stream)  # type: ignore[arg-type]
 
     def stalled(self) -> None:
-        if self._check is None:
+        if self._check is None and self._places is None:
             self._check = stream_check(self._slab)  # now, while there is nothing else to do
         if self._parser is None and self._got and not self._framed():
             self._parse_singly()
 
     def _framed(self) -> bool:
+        if self._places is not None:
+            return self._places.framed(self._got)
         if self._check is None:
             self._check = stream_check(self._slab)
         return self._check.matches(self._stream, self._got)  # type: ignore[arg-type]
@@ -157,7 +197,8 @@ class _SlabExchange:
     def _parse_singly(self) -> _FaultFinder:
         """Not what was asked for: read on reply by reply until it is known what came instead."""
         self._parser = _FaultFinder(self._number, self._slab)
-        self._parser.feed(self._view[: self._got])
+        came = self._view[: self._got] if self._places is None else self._places.stream(self._got)
+        self._parser.feed(came)
         return self._parser
 
 
@@ -177,7 +218,7 @@ class _FaultFinder:
     def received(self, count: int) -> None:
         self.feed(self._scratch[:count])
 
-    def feed(self, data: memoryview) -> None:
+    def feed(self, data: memoryview | bytes) -> None:
         self._replies.feed(data)
         for reply in self._replies.replies():
             if isinstance(reply, ErrorReply):
@@ -276,13 +317,14 @@ class PlanReader:
         fresh: list[_SlabExchange] = []
         for job in self._jobs:
             while self._in_flight_bytes < MAX_IN_FLIGHT_BYTES and (following := next(job.unsent, None)) is not None:
-                exchange = _SlabExchange(*following, job, self._staging)
+                if self._channel is None:
+                    self._channel = self._dial()
+                scatters = self._channel.scatters
+                exchange = _SlabExchange(*following, job, self._staging, scatters=scatters)
                 self._in_flight_bytes += exchange.nbytes
                 self._count(following[1])
                 fresh.append(exchange)
-        if fresh:
-            if self._channel is None:
-                self._channel = self._dial()
+        if fresh and self._channel is not None:
             self._sent.extend(fresh)
             self._channel.submit(*fresh)
 
