@@ -156,18 +156,32 @@ class PositionSampler(Sampler[T], ABC, Generic[T]):
 
     # For readers that keep their own place and take an epoch's items out of turn.
 
-    def open_epoch(self, position: Position) -> tuple[Dealer[T], int]:
-        """What deals the items of ``position``'s epoch by number, and how many of them are this rank's."""
+    def open_epoch(self, position: Position) -> tuple[Dealer[T], Share]:
+        """What deals the items of ``position``'s epoch by number, and which part of the epoch is this rank's."""
         share = self._share(position)
-        return self._dealer(position, share), share.num_batches
+        return self._dealer(position, share), share
 
     def state_at(self, position: Position) -> dict[str, int | str]:
         """What `state_dict` would give at ``position``."""
         return self._state(position)
 
     def position_at(self, state: Mapping[str, Any]) -> Position:
-        """The place that a state names. Raises as `load_state_dict` does, and changes nothing."""
-        return self._position(state)
+        """The place that a state names, which may lie behind the epoch's end. Changes nothing.
+
+        Raises:
+            StateError: the state is of another order, batch size or number of ranks; both are named.
+        """
+        require_version(state, type(self).__name__)
+        names = ("epoch", "rows", "start", "batch")
+        position = Position(**{name: read_integer(state, name) for name in names})
+        self._check_order(position.rows, read_string(state, "fingerprint"))
+        for name in ("batch_size", "world_size"):
+            if (saved := read_integer(state, name)) != getattr(self, name):
+                raise StateError(
+                    f"the state was saved with {name} {saved}, this sampler has {getattr(self, name)}; "
+                    "save cursor() and load it with load_cursor() to go on with another"
+                )
+        return position
 
     def position_of(self, cursor: Cursor | Mapping[str, Any]) -> Position:
         """The place that an elastic cursor names. Raises as `load_cursor` does, and changes nothing."""
@@ -233,16 +247,7 @@ class PositionSampler(Sampler[T], ABC, Generic[T]):
 
     def _position(self, state: Mapping[str, Any]) -> Position:
         """The place that a state for this very sampler names, checked."""
-        require_version(state, type(self).__name__)
-        names = ("epoch", "rows", "start", "batch")
-        position = Position(**{name: read_integer(state, name) for name in names})
-        self._check_order(position.rows, read_string(state, "fingerprint"))
-        for name in ("batch_size", "world_size"):
-            if (saved := read_integer(state, name)) != getattr(self, name):
-                raise StateError(
-                    f"the state was saved with {name} {saved}, this sampler has {getattr(self, name)}; "
-                    "save cursor() and load it with load_cursor() to go on with another"
-                )
+        position = self.position_at(state)
         num_batches = self._share(position).num_batches
         if position.batch > max(num_batches, 0):
             raise StateError(f"the state is at batch {position.batch} of an epoch of {num_batches}")

@@ -15,13 +15,36 @@ from typing import TYPE_CHECKING, Any
 from td_datapipes.collate import register_collate
 
 if TYPE_CHECKING:
+    from td_datapipes.appender import append_dataset
+    from td_datapipes.datapipes import RedisTDIterableDataset, RedisTDIterDataPipe
     from td_datapipes.datasets import RedisTDDataset
+    from td_datapipes.dtensor_collate import DTensorCollate
+    from td_datapipes.mixture import RedisTDMixture
+    from td_datapipes.nodes import RedisTDReader
+    from td_datapipes.placement import Placement
     from td_datapipes.writer import write_dataset
 
-__all__ = ["RedisTDDataset", "write_dataset"]
+__all__ = [
+    "DTensorCollate",
+    "Placement",
+    "RedisTDDataset",
+    "RedisTDIterDataPipe",
+    "RedisTDIterableDataset",
+    "RedisTDMixture",
+    "RedisTDReader",
+    "append_dataset",
+    "write_dataset",
+]
 
 _HOMES = {
+    "DTensorCollate": "td_datapipes.dtensor_collate",
+    "Placement": "td_datapipes.placement",
     "RedisTDDataset": "td_datapipes.datasets",
+    "RedisTDIterDataPipe": "td_datapipes.datapipes",
+    "RedisTDIterableDataset": "td_datapipes.datapipes",
+    "RedisTDMixture": "td_datapipes.mixture",
+    "RedisTDReader": "td_datapipes.nodes",
+    "append_dataset": "td_datapipes.appender",
     "write_dataset": "td_datapipes.writer",
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import redis
@@ -12,6 +14,8 @@ from td_datapipes.errors import DatasetExistsError, DatasetNotFoundError, Interr
 from td_datapipes.manifest import (
     NAMES_KEY,
     Manifest,
+    appender_key,
+    appends_key,
     encode_name,
     manifest_key,
     name_from_encoded,
@@ -24,6 +28,7 @@ from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
 __all__ = [
+    "APPEND_PREFIX",
     "chunk_keys",
     "collect",
     "connect",
@@ -33,12 +38,16 @@ __all__ = [
     "load_manifest",
     "publish",
     "stage",
+    "sweep_appends",
     "unstage",
 ]
 
 SUPERSEDED_SECONDS = 3600.0
 """How long a superseded generation stays readable for those who have it open."""
 _KEYS_PER_UNLINK = 1000
+_CHUNKS_PER_SWEEP = 64
+APPEND_PREFIX = "append-"
+"""What the staged ids of appends begin with. Their notes hold the manifest they began from."""
 
 
 def connect(url: str | ServerURL, *, require_name: bool = True) -> Server:
@@ -149,7 +158,7 @@ def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SE
                 continue
             old = Manifest.from_json(text)
             if current is None or old.id != current.id:
-                _unlink(client, chunk_keys(old))
+                _unlink(client, chain(chunk_keys(old), old.fence_keys))
             client.hdel(superseded_key(name), label)
             removed += 1
         return removed
@@ -167,11 +176,40 @@ def drop(server: Server, name: str) -> None:
 
     def command(client: redis.Redis) -> None:
         client.delete(manifest_key(name))
-        _unlink(client, chunk_keys(manifest))
+        _unlink(client, chain(chunk_keys(manifest), manifest.fence_keys))
+        _unlink(client, [appender_key(name), appends_key(name)])
 
     server.call(f"removing {name!r}", command)
+    sweep_appends(server, name, None)
     collect(server, name, older_than_seconds=0)
     server.call(f"removing {name!r}", lambda client: client.srem(NAMES_KEY, encode_name(name)))
+
+
+def sweep_appends(server: Server, name: str, current: Manifest | None) -> None:
+    """Remove the chunks that appends which ended without publishing left behind the published rows.
+
+    Args:
+        server: where.
+        name: of the data set.
+        current: what is published now.
+    """
+
+    def command(client: Any) -> None:
+        for staged_id, note in client.hgetall(staged_key(name)).items():
+            if not staged_id.startswith(APPEND_PREFIX.encode()):
+                continue
+            begun = Manifest.from_json(json.dumps(json.loads(note)["manifest"]))
+            manifest = current if current is not None and current.id == begun.id else begun
+            for group, layout in enumerate(manifest.layouts):
+                first = layout.num_chunks(manifest.rows)
+                # Chunks are written in order, so the first run of missing ones is behind the last.
+                while layout.stride_bytes and client.unlink(
+                    *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
+                ):
+                    first += _CHUNKS_PER_SWEEP
+            client.hdel(staged_key(name), staged_id)
+
+    server.call(f"removing what interrupted appends to {name!r} left", command)
 
 
 def chunk_keys(manifest: Manifest) -> Iterator[bytes]:

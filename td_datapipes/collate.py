@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch.utils.data._utils import collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-__all__ = ["collate_tensordicts", "register_collate"]
+__all__ = ["collate_tensordicts", "convert_tensordicts", "register_collate"]
+
+_convert_others: Callable[[Any], Any] = collate.default_convert
 
 
 def collate_tensordicts(
@@ -28,8 +31,18 @@ def collate_tensordicts(
     return cast(TensorDictBase, stacked)
 
 
+def convert_tensordicts(data: Any) -> Any:
+    """What loaders do with items they do not batch (``batch_size=None``): a TensorDict is passed on as it is.
+
+    torch's own takes it for a mapping, looks its rows up as if they were keys, and raises; there is no registry for
+    this one. Everything else is left to torch's.
+    """
+    return data if isinstance(data, TensorDictBase) else _convert_others(data)
+
+
 def register_collate() -> None:
-    """Teach ``default_collate`` about TensorDicts, unless the installed tensordict has done so itself."""
+    """Teach ``default_collate`` and ``default_convert`` about TensorDicts, unless tensordict has done so itself."""
+    collate.default_convert = convert_tensordicts
     for known in list(default_collate_fn_map):
         if isinstance(known, type) and issubclass(TensorDict, known):
             return

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 
-from td_datapipes.catalog import connect, load_manifest
+from td_datapipes.catalog import connect, find_manifest, load_manifest
 from td_datapipes.cost import CostModel
-from td_datapipes.errors import ConfigurationError
+from td_datapipes.errors import ConfigurationError, DatasetChangedError
+from td_datapipes.manifest import Manifest
+from td_datapipes.placement import Placement
 from td_datapipes.plan import Strategy
 from td_datapipes.prefetch import AnnouncedBatch, Prefetcher
+from td_datapipes.read_spec import Rows
+from td_datapipes.replica_reads import ReplicaReader
 from td_datapipes.rows import resolve_index
-from td_datapipes.schema import Key, Schema
+from td_datapipes.schema import Field, Key, Schema
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.wire.reader import ReadStats
 from td_datapipes.wire.server import Server
@@ -40,6 +44,11 @@ class RedisTDDataset(Dataset[TensorDict]):
         strided: batches are views of one buffer, for one copy of the whole to a device; not contiguous.
         pin_memory: receive into page-locked memory (needs an accelerator).
         atomic: read each batch in one Lua call, one consistent snapshot of it.
+        placement: read only what this rank keeps of a batch: of each row the bytes of its part. Which rows are its own
+            is up to the sampler, made with ``rank=dataset.data_rank, world_size=dataset.data_world_size``. Batches are
+            plain tensors; `DTensorCollate` places them.
+        read_once_per: a mesh axis along which all fields are replicated: one rank of each group along it reads, the
+            others receive its batches. All of them have to read the same batches in the same order.
         prefetch_bytes: limit of what a background thread may have requested and not yet handed over. It reads what
             the samplers of `td_datapipes.samplers` announce; other samplers announce nothing. 0 reads nothing ahead.
 
@@ -58,6 +67,8 @@ class RedisTDDataset(Dataset[TensorDict]):
         strided: bool = False,
         pin_memory: bool = False,
         atomic: bool = False,
+        placement: Placement | None = None,
+        read_once_per: str | int | None = None,
         prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
     ) -> None:
         if prefetch_bytes < 0:
@@ -67,12 +78,46 @@ class RedisTDDataset(Dataset[TensorDict]):
         try:
             manifest = load_manifest(server, server.url.name)
             chosen = manifest.schema.select(fields)
-            self._reader = RowReader(server, manifest, chosen, options, CostModel())
+            self._open(server, manifest, chosen, options, CostModel(), placement)
+            self._once_per = read_once_per
+            self._once = self._replica_reader()
         except BaseException:
             server.close()
             raise
-        self._fields = tuple(field.key for field in chosen)
         self._set_prefetch(prefetch_bytes)
+
+    def _open(
+        self,
+        server: Server,
+        manifest: Manifest,
+        fields: Sequence[Field],
+        options: ReadOptions,
+        costs: CostModel,
+        placement: Placement | None,
+    ) -> None:
+        self._fields = tuple(field.key for field in fields)
+        self._placement = placement
+        self._share = None if placement is None else placement.resolve(fields, known_keys=manifest.schema.fields)
+        # What the rows are cut over has to be the same for all fields: this raises where it is not.
+        self._data_ranks = (0, 1) if self._share is None else (self._share.data_rank, self._share.data_world_size)
+        parts = None if self._share is None else self._share.parts
+        self._reader = RowReader(server, manifest, fields, options, costs, parts)
+
+    def _replica_reader(self) -> ReplicaReader | None:
+        axis = self._once_per
+        if axis is None:
+            return None
+        if self._placement is None or self._share is None:
+            raise ConfigurationError(f"read_once_per={axis!r} names an axis of a placement's mesh; pass placement=")
+        return ReplicaReader(self._placement, self._share, axis, self._reader)
+
+    def _shared(self, rows: Rows, read: Callable[[Rows], TensorDict]) -> TensorDict:
+        """Read by this rank, or by another for it."""
+        if self._once_per is None:
+            return read(rows)
+        if self._once is None:  # A worker's copy: this raises, and says so where the loader shows it.
+            self._once = self._replica_reader()
+        return read(rows) if self._once is None else self._once.read(rows, read)
 
     def _set_prefetch(self, prefetch_bytes: int) -> None:
         self._prefetch_bytes = prefetch_bytes
@@ -92,7 +137,7 @@ class RedisTDDataset(Dataset[TensorDict]):
             DataLossError: the server no longer has what it should; see `errors` for the others.
         """
         rows, shape = resolve_index(index, len(self), self.name)
-        batch = self._reader.read(rows)
+        batch = self._shared(rows, self._reader.read)
         if len(shape) == 1:
             return batch
         return batch.reshape(*shape, *batch.batch_size[1:]) if shape else batch[0]
@@ -105,13 +150,42 @@ class RedisTDDataset(Dataset[TensorDict]):
         if self._prefetcher is None or getattr(rows, "window", None) is None:
             return self[rows]
         numbers, _ = resolve_index(rows, len(self), self.name)
-        return self._prefetcher.get(cast(AnnouncedBatch, rows), numbers)
+        prefetcher, announced = self._prefetcher, cast(AnnouncedBatch, rows)
+        return self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers))
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Row after row; a loader, or slices, are the fast ways."""
         step = 256
         for start in range(0, len(self), step):
             yield from self[start : start + step].unbind(0)
+
+    def refresh(self) -> int:
+        """Take in the rows that were appended since it was opened; in this process and in copies made from here on.
+
+        Returns:
+            How many rows it has now.
+
+        Raises:
+            DatasetChangedError: it was removed, or written anew. The message says which; open it again.
+        """
+        pinned = self._reader.manifest
+        found = find_manifest(self._reader.server, pinned.name)
+        where = f"data set {pinned.name!r} at {self._reader.server.address}"
+        if found is None:
+            raise DatasetChangedError(f"{where} has been removed since it was opened with {pinned.rows} rows")
+        if found.id != pinned.id:
+            raise DatasetChangedError(
+                f"{where} has been written anew since it was opened: {pinned.rows} rows of generation "
+                f"{pinned.generation} then, {found.rows} of {found.generation} now; open it again"
+            )
+        if found.generation > pinned.generation:
+            self._reader.pin(found)
+        return len(self)
+
+    @property
+    def complete(self) -> bool:
+        """Whether its writer has said that nothing will be appended any more."""
+        return self._reader.manifest.complete
 
     @property
     def name(self) -> str:
@@ -140,8 +214,23 @@ class RedisTDDataset(Dataset[TensorDict]):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes read for one row."""
-        return self._reader.spec.row_bytes
+        """Bytes read for one row, of all its parts where a placement leaves some to other ranks."""
+        return self._reader.whole_row_bytes
+
+    @property
+    def placement(self) -> Placement | None:
+        """The placement it was opened with."""
+        return self._placement
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a global batch's rows is this rank's: the ``rank`` to give a sampler. 0 without a placement."""
+        return self._data_ranks[0]
+
+    @property
+    def data_world_size(self) -> int:
+        """In how many parts ranks share the rows: the ``world_size`` to give a sampler. 1 without a placement."""
+        return self._data_ranks[1]
 
     @property
     def fingerprint(self) -> str:
@@ -168,14 +257,16 @@ class RedisTDDataset(Dataset[TensorDict]):
             "options": reader.options,
             "costs": reader.costs,
             "fields": self._fields,
+            "placement": self._placement,
+            "read_once_per": self._once_per,
             "prefetch_bytes": self._prefetch_bytes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         server: Server = state["server"]
-        self._fields = state["fields"]
-        fields = state["manifest"].schema.select(self._fields)
-        self._reader = RowReader(server, state["manifest"], fields, state["options"], state["costs"])
+        fields = state["manifest"].schema.select(state["fields"])
+        self._open(server, state["manifest"], fields, state["options"], state["costs"], state["placement"])
+        self._once_per, self._once = state["read_once_per"], None
         self._set_prefetch(state["prefetch_bytes"])
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ None of them ever carries a password: messages name servers by host, port and da
 from __future__ import annotations
 
 __all__ = [
+    "AppendConflictError",
     "AuthenticationError",
     "ConfigurationError",
     "DataLossError",
@@ -16,6 +17,7 @@ __all__ = [
     "EmbeddedServerError",
     "FieldNotFoundError",
     "InterruptedWriteError",
+    "PeerTimeoutError",
     "ProtocolError",
     "RowIndexError",
     "SchemaError",
@@ -70,6 +72,10 @@ class ProtocolError(TDDatapipesError, RuntimeError):
     """The peer sent bytes that are no reply to what was asked; the connection has been dropped."""
 
 
+class PeerTimeoutError(TDDatapipesError, TimeoutError):
+    """Another rank did not take part before the deadline, or is gone; the message says in what."""
+
+
 class DatasetNotFoundError(TDDatapipesError, LookupError):
     """No data set of that name; the message lists the names that exist."""
 
@@ -80,6 +86,10 @@ class InterruptedWriteError(DatasetNotFoundError):
 
 class DatasetExistsError(TDDatapipesError, FileExistsError):
     """The name is taken; pass ``overwrite=True`` to publish a new generation in its place."""
+
+
+class AppendConflictError(TDDatapipesError, RuntimeError):
+    """Another writer appends to the data set, or has taken over from this one; nothing of this write was published."""
 
 
 class DatasetChangedError(TDDatapipesError, RuntimeError):

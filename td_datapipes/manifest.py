@@ -7,7 +7,10 @@ key space or move a hash tag)::
     td:{N}:manifest            the published manifest
     td:{N}:staged              hash, id -> what a writer has staged but not published
     td:{N}:superseded          hash, "id generation" -> manifests of earlier generations, until they are collected
+    td:{N}:appender            who is appending; expires when that writer falls silent
+    td:{N}:appends             how many have begun to append: each one's number
     td:{<id>.<shard>}:<group>:<chunk>   chunk <chunk> (8 hex digits) of group <group>; one hash tag a shard
+    td:{<id>.<shard>}:fence    the number of the latest appender; chunks of the shard refuse those of earlier ones
 
 A chunk holds whole records and `SPARE_BYTES` more. Where one record is longer than a chunk may be, it is cut into
 *pieces* of ``chunk_bytes`` and each piece is a chunk of its own: piece ``p`` of row ``r`` is chunk ``r * pieces + p``.
@@ -31,6 +34,8 @@ __all__ = [
     "SPARE_BYTES",
     "ChunkLayout",
     "Manifest",
+    "appender_key",
+    "appends_key",
     "encode_name",
     "manifest_key",
     "name_from_encoded",
@@ -67,6 +72,16 @@ def staged_key(name: str) -> bytes:
 def superseded_key(name: str) -> bytes:
     """Where earlier generations of `name` are kept until they are collected."""
     return b"td:{%s}:superseded" % encode_name(name).encode()
+
+
+def appender_key(name: str) -> bytes:
+    """Where the writer that is appending to `name` says so."""
+    return b"td:{%s}:appender" % encode_name(name).encode()
+
+
+def appends_key(name: str) -> bytes:
+    """Where the writers that append to `name` are numbered."""
+    return b"td:{%s}:appends" % encode_name(name).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +147,7 @@ class Manifest:
         layouts: how each group is cut into chunks.
         tags: hash tag of each shard; chunk ``c`` lies in shard ``c % len(tags)``.
         created: when it was published, ISO 8601 in UTC.
+        complete: nothing will be appended any more.
     """
 
     name: str
@@ -143,6 +159,7 @@ class Manifest:
     layouts: tuple[ChunkLayout, ...]
     tags: tuple[str, ...]
     created: str
+    complete: bool = False
 
     @cached_property
     def _key_heads(self) -> tuple[tuple[bytes, ...], ...]:
@@ -154,9 +171,18 @@ class Manifest:
         """The server's key of one chunk."""
         return b"%s%08x" % (self._key_heads[group][chunk % len(self.tags)], chunk)
 
-    def with_rows(self, rows: int) -> Manifest:
+    @property
+    def fence_keys(self) -> list[bytes]:
+        """For each shard, the key that says which appender may write to its chunks."""
+        return [b"td:{%s}:fence" % tag.encode() for tag in self.tags]
+
+    def fence_key(self, chunk: int) -> bytes:
+        """The fence of the shard that a chunk lies in."""
+        return self.fence_keys[chunk % len(self.tags)]
+
+    def with_rows(self, rows: int, *, complete: bool = False) -> Manifest:
         """The next generation, with more rows."""
-        return replace(self, rows=rows, generation=self.generation + 1)
+        return replace(self, rows=rows, generation=self.generation + 1, complete=complete)
 
     @property
     def nbytes(self) -> int:
@@ -190,6 +216,7 @@ class Manifest:
             "generation": self.generation,
             "rows": self.rows,
             "created": self.created,
+            "complete": self.complete,
             "tags": list(self.tags),
             "nodes": [node.to_json() for node in self.schema.nodes],
             "groups": groups,
@@ -245,4 +272,5 @@ class Manifest:
             layouts=tuple(layouts),
             tags=tuple(data["tags"]),
             created=str(data["created"]),
+            complete=bool(data.get("complete", False)),
         )

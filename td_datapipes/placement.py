@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from td_datapipes.errors import ConfigurationError
+from td_datapipes.layouts import FieldPart
 from td_datapipes.mesh import AxisPlacement, Box, MeshSpec, Placements, local_box, normalise_placements
 from td_datapipes.schema import Field, Key, format_key, normalise_key
 
@@ -93,6 +94,27 @@ class RankPlacement:
     coordinate: tuple[int, ...]
     fields: tuple[FieldShare, ...]
 
+    @property
+    def parts(self) -> tuple[FieldPart, ...]:
+        """What a layout is asked for: the bytes of each row that this rank keeps."""
+        return tuple(FieldPart(field=s.field, shape=s.shape, byte_ranges=s.byte_ranges) for s in self.fields)
+
+    @property
+    def data_axes(self) -> tuple[int, ...]:
+        """The mesh axes of more than one rank that share the rows, of all fields alike. Raises as `row_share`."""
+        self.row_share(0)
+        return self.fields[0].row_axes if self.fields else ()
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a global batch's rows this rank has: the ``rank`` to give a sampler. Raises as `row_share`."""
+        return _data_ranks(self.mesh, self.coordinate, self.data_axes)[0]
+
+    @property
+    def data_world_size(self) -> int:
+        """In how many parts the rows are cut: the ``world_size`` to give a sampler. Raises as `row_share`."""
+        return _data_ranks(self.mesh, self.coordinate, self.data_axes)[1]
+
     def row_shares(self, num_rows: int) -> dict[tuple[int, int], tuple[FieldShare, ...]]:
         """Which rows of a global batch of ``num_rows`` to read, and the fields to read of them.
 
@@ -130,7 +152,7 @@ class RankPlacement:
 
 @dataclass(frozen=True, init=False)
 class Placement:
-    """How a global batch lies over a mesh, seen from one rank. Holds no DeviceMesh, so workers can be sent it.
+    """How a global batch lies over a mesh, seen from one rank. Pickles without a DeviceMesh: workers can be sent it.
 
     Args:
         mesh: a DeviceMesh or its description.
@@ -151,6 +173,8 @@ class Placement:
         rank: whose part this is.
         default: placements of fields without an entry.
         by_key: (key, placements) of those that have one.
+
+    A sampler deals this rank its rows with ``rank=placement.data_rank, world_size=placement.data_world_size``.
     """
 
     mesh: MeshSpec
@@ -190,6 +214,46 @@ class Placement:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        # For those who talk to other ranks; no part of what it says, and left out of pickles.
+        object.__setattr__(self, "_device_mesh", mesh if isinstance(mesh, DeviceMesh) else None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_device_mesh": None}
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The DeviceMesh it was made from; None where that was a description, and in copies that were pickled."""
+        found: DeviceMesh | None = self.__dict__["_device_mesh"]
+        return found
+
+    @property
+    def data_axes(self) -> tuple[int, ...]:
+        """The mesh axes of more than one rank that share the rows.
+
+        Raises:
+            ConfigurationError: that depends on the field; a data set opened with this placement knows its fields.
+        """
+        declared = [self.default, *(placements for _, placements in self.by_key)]
+        if any(isinstance(p, Shard) and p.dim < 0 for placements in declared for p in placements):
+            found = []
+        else:
+            found = list({_row_axes(placements, self.mesh) for placements in declared})
+        if len(found) != 1:
+            raise ConfigurationError(
+                f"which axes of the mesh {self.mesh} share the rows depends on the field: {self.default} is the "
+                f"default, {dict(self.by_key)} are given. Ask the data set: dataset.data_rank, dataset.data_world_size"
+            )
+        return found[0]
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a global batch's rows this rank has. Raises as `data_axes`."""
+        return _data_ranks(self.mesh, self.mesh.coordinate(self.rank), self.data_axes)[0]
+
+    @property
+    def data_world_size(self) -> int:
+        """In how many parts the rows are cut. Raises as `data_axes`."""
+        return _data_ranks(self.mesh, self.mesh.coordinate(self.rank), self.data_axes)[1]
 
     def placements_for(self, key: str | Sequence[Any], ndim: int) -> Placements:
         """The placements of a field of the batch, dims counted from the front.
@@ -229,11 +293,7 @@ class Placement:
 
     def _share(self, field: Field, coordinate: tuple[int, ...]) -> FieldShare:
         placements = self.placements_for(field.key, 1 + len(field.shape))
-        row_axes = tuple(
-            axis
-            for axis, placement in enumerate(placements)
-            if isinstance(placement, Shard) and placement.dim == 0 and self.mesh.shape[axis] > 1
-        )
+        row_axes = _row_axes(placements, self.mesh)
         # The rows' dim has any size here: which rows is asked for each batch.
         box = local_box((1, *field.shape), self.mesh.shape, placements, coordinate)[1:]
         return FieldShare(
@@ -244,6 +304,23 @@ class Placement:
             shape=tuple(stop - start for start, stop in box),
             byte_ranges=byte_ranges(field.shape, field.dtype.itemsize, box),
         )
+
+
+def _row_axes(placements: Placements, mesh: MeshSpec) -> tuple[int, ...]:
+    return tuple(
+        axis
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard) and placement.dim == 0 and mesh.shape[axis] > 1
+    )
+
+
+def _data_ranks(mesh: MeshSpec, coordinate: Sequence[int], axes: Sequence[int]) -> tuple[int, int]:
+    """(rank, world size) over the data axes, which cut the rows one after the other in the mesh's order."""
+    rank, size = 0, 1
+    for axis in axes:
+        rank = rank * mesh.shape[axis] + coordinate[axis]
+        size *= mesh.shape[axis]
+    return rank, size
 
 
 def _declared(placements: Sequence[AxisPlacement], mesh: MeshSpec, subject: str) -> Placements:

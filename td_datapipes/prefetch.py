@@ -31,7 +31,7 @@ from td_datapipes.wire.reader import ReadStats
 
 __all__ = ["AnnouncedBatch", "Prefetcher"]
 
-_JOIN_SECONDS = 5.0
+_JOIN_SECONDS = 1.0
 
 
 class AnnouncedWindow(Protocol):

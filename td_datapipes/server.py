@@ -31,6 +31,7 @@ from td_datapipes.errors import ConfigurationError, EmbeddedServerError, ServerT
 __all__ = ["EmbeddedServer", "open_embedded", "wait_persisted"]
 
 POLL_SECONDS = 0.02
+MAX_STARTS = 2
 NUM_LOG_LINES_SHOWN = 15
 
 
@@ -246,7 +247,7 @@ def _usable(folder: Path) -> Path:
 def _ensure_running(folder: Path, deadline: float) -> str:
     """The socket of the answering server. The caller holds the users' lock, so a server found is not about to end."""
     with _start_lock(folder, deadline):
-        started = False
+        starts = 0
         while True:
             supervised = not _supervisor.is_free(folder / _supervisor.SUPERVISOR_LOCK)
             pid = _answering_pid(folder)
@@ -254,10 +255,11 @@ def _ensure_running(folder: Path, deadline: float) -> str:
                 return _socket_path(folder)
             alive = supervised or not _supervisor.is_free(folder / _supervisor.SERVER_LOCK)
             if not alive:
-                if started:
+                if starts == MAX_STARTS:
                     raise EmbeddedServerError(f"the embedded server of {folder} ended at once{_last_words(folder)}")
+                # Once more, if it ended: its supervisor may have been killed before it answered.
                 _start_supervisor(folder, None)
-                started = True
+                starts += 1
             elif not supervised and pid is not None:
                 _start_supervisor(folder, pid)
             if time.monotonic() > deadline:

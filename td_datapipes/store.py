@@ -22,7 +22,7 @@ from td_datapipes.errors import (
     ServerUnavailableError,
     TDDatapipesError,
 )
-from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec
+from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec, nodes_of_parts
 from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import STRATEGIES, ReadPlan, Strategy, plan_read
@@ -83,10 +83,17 @@ class RowReader:
         fields: what of each row is read.
         options: how.
         costs: what is known of the server's costs.
+        parts: which part of each of `fields` is read; by default all of it.
     """
 
     def __init__(
-        self, server: Server, manifest: Manifest, fields: Sequence[Field], options: ReadOptions, costs: CostModel
+        self,
+        server: Server,
+        manifest: Manifest,
+        fields: Sequence[Field],
+        options: ReadOptions,
+        costs: CostModel,
+        parts: Sequence[FieldPart] | None = None,
     ) -> None:
         self.server = server
         self.manifest = manifest
@@ -94,11 +101,16 @@ class RowReader:
         self.costs = costs
         self._fields = tuple(fields)
         self._layout = RecordsLayout(manifest=manifest)
-        parts = [FieldPart.whole(field) for field in fields]
-        self.spec: ReadSpec = build_read_spec(self._layout, parts, costs.cost.max_gap_bytes)
+        whole, gap = [FieldPart.whole(field) for field in fields], costs.cost.max_gap_bytes
+        self.spec: ReadSpec = build_read_spec(self._layout, whole if parts is None else parts, gap)
+        # Samplers size their blocks by it, so it is the same on all ranks and on every mesh.
+        self.whole_row_bytes = (
+            self.spec.row_bytes if parts is None else build_read_spec(self._layout, whole, gap).row_bytes
+        )
         kept = {field.key[:depth] for field in fields for depth in range(len(field.key))}
         everything = len(fields) == len(manifest.schema.fields)
-        self._nodes = tuple(node for node in manifest.schema.nodes if everything or node.key in kept or not node.key)
+        nodes = [node for node in manifest.schema.nodes if everything or node.key in kept or not node.key]
+        self._nodes = tuple(nodes if parts is None else nodes_of_parts(nodes, parts))
         self._stats = ReadStats()
         self._pool = MemoryPool()
         self._reset()
@@ -163,6 +175,11 @@ class RowReader:
         """Rows ``[start, stop)`` of what a sink holds, as a batch of views."""
         values = {key: tensor[start:stop] for key, tensor in sink.tensors.items()}
         return new_tensordict(values, self._nodes, stop - start)
+
+    def pin(self, manifest: Manifest) -> None:
+        """Read a later generation of the same data set from here on: the same rows, and those appended since."""
+        self.manifest = manifest
+        self._layout = RecordsLayout(manifest=manifest)
 
     def new_plan_reader(self, stats: ReadStats) -> PlanReader:
         """A reader with a connection of its own, dialled when it is first needed."""

@@ -7,10 +7,10 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,16 @@ from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 from td_datapipes.wire.writer import BulkWriter
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "write_dataset"]
+__all__ = [
+    "DEFAULT_CHUNK_BYTES",
+    "IN_FLIGHT",
+    "GroupChunks",
+    "PutChunk",
+    "check_room",
+    "iterate_batches",
+    "persist",
+    "write_dataset",
+]
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 MAX_RECORDS_PER_CHUNK = 16384
@@ -45,7 +54,8 @@ MAX_RECORDS_PER_CHUNK = 16384
 _SERVER_STRING_BYTES = 512 << 20
 """What a server takes for one string unless it says otherwise (proto-max-bulk-len)."""
 _SPARE = bytes(SPARE_BYTES)
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
+"""Chunks sent and not yet confirmed."""
 
 
 def write_dataset(
@@ -99,13 +109,13 @@ def _write(
             f"pass overwrite=True to publish a new generation in its place, or choose another name"
         )
     largest = _chunk_bytes(server, chunk_bytes)
-    total, batches = _batches(data)
+    total, batches = iterate_batches(data)
     first = next(batches, None)
     if first is None:
         raise SchemaError("there is nothing to write: the iterable gave no batch, so there is no schema either")
     schema = schema_of(first)
     if total is not None:
-        _check_room(server, schema, total)
+        check_room(server, schema, total)
     staging = _Staging(server, name, schema, largest)
     try:
         with progress_bar(f"writing {name}", total, progress) as advance:
@@ -113,7 +123,7 @@ def _write(
                 staging.add(batch)
                 advance(batch.batch_size[0])
         manifest = staging.finish(found)
-        _persist(server)
+        persist(server)
     except BaseException:
         staging.undo()
         raise
@@ -124,13 +134,13 @@ def _write(
         raise
     # After any other failure (a time-out, Ctrl-C) it may have been published, or may yet be: its chunks stay, and
     # unless it was, the staged entry tells of them.
-    _persist(server)
+    persist(server)
     if found is not None:
         collect(server, name)
     return manifest
 
 
-def _batches(data: TensorDictBase | Iterable[TensorDictBase]) -> tuple[int | None, Iterator[TensorDictBase]]:
+def iterate_batches(data: TensorDictBase | Iterable[TensorDictBase]) -> tuple[int | None, Iterator[TensorDictBase]]:
     """How many rows there are, where that is known, and the batches."""
     if is_tensor_collection(data):
         batch = _plain(data)
@@ -177,7 +187,7 @@ def _chunk_bytes(server: Server, wanted: int | None) -> int:
     return min(wanted or DEFAULT_CHUNK_BYTES, limit // 16 * 16)
 
 
-def _check_room(server: Server, schema: Schema, rows: int) -> None:
+def check_room(server: Server, schema: Schema, rows: int) -> None:
     """Refuse early what cannot fit; what is close to the limit is left to the server."""
     needed = sum(group.stride_bytes for group in schema.groups) * rows
 
@@ -197,7 +207,7 @@ def _check_room(server: Server, schema: Schema, rows: int) -> None:
         )
 
 
-def _persist(server: Server) -> None:
+def persist(server: Server) -> None:
     """On the embedded server, wait until what was written is on disk."""
     if server.url.folder is not None:
         server.call(
@@ -218,15 +228,13 @@ class _Staging:
         )
         self._rows = 0
         note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
-        self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, _IN_FLIGHT)
+        self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, IN_FLIGHT)
         try:
             stage(server, name, self._id, json.dumps(note))
         except BaseException:
             self._writer.close()
             raise
-        self._groups = [
-            _GroupChunks(self._manifest(0, 1), number, self._writer) for number in range(len(schema.groups))
-        ]
+        self._groups = [GroupChunks(self._manifest(0, 1), number, self._put) for number in range(len(schema.groups))]
 
     @property
     def _tags(self) -> tuple[str, ...]:
@@ -250,6 +258,10 @@ class _Staging:
         self._writer.flush()
         self._writer.close()
         return self._manifest(self._rows, 1 if found is None else found.generation + 1)
+
+    def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
+        del start_bytes  # every chunk is new
+        self._writer.set(self._manifest(0, 1).chunk_key(group, chunk), parts)
 
     def undo(self) -> None:
         """Remove what was staged, as far as the server can be reached; the staged entry tells of the rest."""
@@ -277,19 +289,34 @@ class _Staging:
         )
 
 
-class _GroupChunks:
-    """Collects one group's records and sends a chunk whenever one is full."""
+class PutChunk(Protocol):
+    """Sends the parts of a chunk, from `start_bytes` on. At most `IN_FLIGHT` of them may be unconfirmed."""
 
-    def __init__(self, manifest: Manifest, number: int, writer: BulkWriter) -> None:
-        self._manifest, self._number, self._writer = manifest, number, writer
+    def __call__(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None: ...
+
+
+class GroupChunks:
+    """Collects one group's records and sends a chunk whenever one is full.
+
+    Args:
+        manifest: what is written.
+        number: the group's.
+        put: sends a chunk.
+        first_row: the row that comes next; the chunk it falls in may have earlier ones.
+    """
+
+    def __init__(self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0) -> None:
+        self._number, self._put = number, put
         self._group = manifest.schema.groups[number]
         self._layout = manifest.layouts[number]
-        self.rows = 0
+        self.rows = first_row
         # One buffer more than may be in flight: a buffer is written to again only when its chunk is confirmed.
-        shape = (_IN_FLIGHT + 1, self._layout.records_per_chunk, self._group.stride_bytes)
+        shape = (IN_FLIGHT + 1, self._layout.records_per_chunk, self._group.stride_bytes)
         self._buffers: npt.NDArray[np.uint8] | None = None
         self._shape = shape
         self._turn = 0
+        # Records of the chunk being filled: those it had before, and those collected since.
+        self._present = first_row % self._layout.records_per_chunk
         self._filled = 0
 
     def add(self, batch: TensorDictBase) -> None:
@@ -300,24 +327,25 @@ class _GroupChunks:
             self._buffers = np.zeros(self._shape, dtype=np.uint8)
         rows, start = batch.batch_size[0], 0
         while start < rows:
-            take = min(rows - start, self._layout.records_per_chunk - self._filled)
+            take = min(rows - start, self._layout.records_per_chunk - self._present - self._filled)
             out = self._buffers[self._turn, self._filled : self._filled + take]
             pack_records(batch[start : start + take] if take < rows else batch, self._group, out)
             self._filled += take
             self.rows += take
             start += take
-            if self._filled == self._layout.records_per_chunk:
+            if self._present + self._filled == self._layout.records_per_chunk:
                 self.flush()
 
     def flush(self) -> None:
-        """Send the chunk being filled, if it has rows."""
+        """Send the chunk being filled, if it has new rows."""
         if self._filled == 0 or self._buffers is None:
             return
         records = self._buffers[self._turn, : self._filled].reshape(-1).data
         first = (self.rows - self._filled) // self._layout.records_per_chunk * self._layout.pieces
         step = self._layout.piece_bytes if self._layout.pieces > 1 else len(records)
         for piece in range(self._layout.pieces):
-            key = self._manifest.chunk_key(self._number, first + piece)
-            self._writer.set(key, [records[piece * step : (piece + 1) * step], _SPARE])
+            part = records[piece * step : (piece + 1) * step]
+            self._put(self._number, first + piece, self._present * self._group.stride_bytes, [part, _SPARE])
         self._turn = (self._turn + 1) % len(self._buffers)
+        self._present = (self._present + self._filled) % self._layout.records_per_chunk
         self._filled = 0

@@ -16,7 +16,7 @@ from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec
 from td_datapipes.schema import Group, Key, Schema, schema_of
-from td_datapipes.slabs import Slab
+from td_datapipes.slabs import RunSlab, Slab
 
 __all__ = ["ChunksInMemory"]
 
@@ -108,13 +108,27 @@ class ChunksInMemory:
         head = b"*%d\r\n" % len(values) if plan.strategy == "lua" else b""
         return head + b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)
 
-    def read(self, plan: ReadPlan, spec: ReadSpec, *, strided: bool = False) -> dict[Key, torch.Tensor]:
-        """Carry out a plan: every slab's reply is received where its sink wants it, or into staging that is reused."""
+    def read(
+        self, plan: ReadPlan, spec: ReadSpec, *, strided: bool = False, scatters: bool = False
+    ) -> dict[Key, torch.Tensor]:
+        """Carry out a plan: every slab's reply is received where its sink wants it, or into staging that is reused.
+
+        Args:
+            plan: from `plan_read`.
+            spec: what it reads of a row.
+            strided: the kind of batch.
+            scatters: receive runs of rows piece by piece where the sink asks for it.
+        """
         sink = make_sink(plan, spec, MemoryPool(), strided=strided, pin_memory=False)
         staging = np.empty(max((slab.stream_bytes for slab in plan.slabs), default=0), dtype=np.uint8)
         for slab in plan.slabs:
             reply = np.frombuffer(self.reply(plan, slab), dtype=np.uint8)
             assert len(reply) == slab.stream_bytes, "the plan expects another length than the server answers"
+            places = sink.places(slab) if scatters and isinstance(slab, RunSlab) else None
+            if places is not None and isinstance(slab, RunSlab):
+                _fill(places, memoryview(self.values_of(slab)[0]))
+                sink.placed(slab)
+                continue
             own = sink.target(slab)
             target = staging[: slab.stream_bytes] if own is None else own
             target[:] = reply
@@ -122,3 +136,11 @@ class ChunksInMemory:
             staging[:] = 0xA5
         sink.seal()
         return sink.tensors
+
+
+def _fill(places: Sequence[memoryview], value: memoryview) -> None:
+    at = 0
+    for place in places:
+        place[:] = value[at : at + len(place)]
+        at += len(place)
+    assert at == len(value), "the places hold another number of bytes than the range"

@@ -61,6 +61,15 @@ class ScriptedStream:
             self._pieces[0] = piece[count:]
         return count
 
+    def recvmsg_into(self, targets: list[memoryview]) -> tuple[int, list[object], int, None]:
+        """Fill one place after the other, as far as the piece reaches."""
+        count = self.recv_into(targets[0])
+        for target in targets[1:]:
+            if self._pause or not self._pieces:
+                break
+            count += self.recv_into(target)
+        return count, [], 0, None
+
     def _end(self) -> int:
         if self._then == "reset":
             raise ConnectionResetError("Connection reset by peer")
@@ -78,9 +87,6 @@ class ScriptedStream:
         count = min(len(data), self._most_sent or len(data))
         self.sent += data[:count]
         return count
-
-    def sendmsg(self, parts: Iterable[memoryview]) -> int:
-        return self.send(memoryview(b"".join(parts)))
 
     def shutdown(self, _how: int) -> None:
         self._pieces.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from td_datapipes.layouts.base import FieldPart, Layout, build_read_spec
+from td_datapipes.layouts.base import FieldPart, Layout, build_read_spec, nodes_of_parts
 from td_datapipes.layouts.records import RecordsLayout, pack_records
 
-__all__ = ["FieldPart", "Layout", "RecordsLayout", "build_read_spec", "pack_records"]
+__all__ = ["FieldPart", "Layout", "RecordsLayout", "build_read_spec", "nodes_of_parts", "pack_records"]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from td_datapipes.manifest import ChunkLayout
 from td_datapipes.read_spec import Copy, Output, ReadSpec, Segment
-from td_datapipes.schema import Field, Schema
+from td_datapipes.schema import Field, Node, Schema
 
-__all__ = ["FieldPart", "Layout", "build_read_spec"]
+__all__ = ["FieldPart", "Layout", "build_read_spec", "nodes_of_parts"]
 
 
 class Layout(Protocol):
@@ -58,6 +58,22 @@ class FieldPart:
         """All of a field; a field without bytes has no range."""
         ranges = ((0, field.nbytes),) if field.nbytes else ()
         return cls(field=field, shape=field.shape, byte_ranges=ranges)
+
+
+def nodes_of_parts(nodes: Iterable[Node], parts: Sequence[FieldPart]) -> Iterator[Node]:
+    """Nodes as they are where only parts of their fields are held.
+
+    A batch dim that all fields below a node are cut along in the same way is as long as their parts; where they differ,
+    it and those behind it are no batch dims of the node any more.
+    """
+    for node in nodes:
+        below = [part.shape for part in parts if part.field.key[: len(node.key)] == node.key]
+        kept = 0
+        while kept < len(node.batch_shape) and len({shape[kept] for shape in below}) == 1:
+            kept += 1
+        shape = below[0][:kept] if below else node.batch_shape
+        names = node.names if node.names is None else node.names[: 1 + len(shape)]
+        yield Node(key=node.key, batch_shape=shape, names=names)
 
 
 @dataclass(frozen=True, kw_only=True)

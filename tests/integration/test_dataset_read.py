@@ -39,6 +39,7 @@ def check_all_ways(url: str, expected: TensorDictBase, rows: list[int] | None = 
             assert_same_rows(dataset[:], expected)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("chunk_bytes", [None, 16, 160, 4096])
 def test_every_dtype_is_bit_identical(server: ServerProcess, unique_name: str, chunk_bytes: int | None) -> None:
     shapes: list[tuple[int, ...]] = [(), (3,), (2, 5)]

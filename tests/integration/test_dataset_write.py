@@ -394,7 +394,7 @@ def test_a_server_that_stops_while_chunks_are_written_is_left_without_the_data_s
         yield some_rows(200)
 
     with pytest.raises(ServerTimeoutError, match="did not answer in time while writing a chunk"):
-        write_dataset(batches(), server.url(unique_name, socket_timeout=0.2), chunk_bytes=1600)
+        write_dataset(batches(), server.url(unique_name, socket_timeout=0.5), chunk_bytes=1600)
     server.resume()
     server.execute("PING")
     with pytest.raises(DatasetNotFoundError):
@@ -420,7 +420,7 @@ def test_a_publication_whose_answer_is_lost_is_whole_or_absent(
 
     monkeypatch.setattr(writer, "publish", stop_and_publish)
     with pytest.raises(ServerTimeoutError, match="did not answer in time while publishing"):
-        write_dataset(new, server.url(unique_name, socket_timeout=0.2), overwrite=overwrite, chunk_bytes=1600)
+        write_dataset(new, server.url(unique_name, socket_timeout=0.5), overwrite=overwrite, chunk_bytes=1600)
     # What was sent before the time-out is carried out all the same, and may be so at any time.
     assert_same_rows(read_all(url), new)
 

@@ -96,6 +96,13 @@ def server_pid(server: EmbeddedServer) -> int:
     return int(execute(server.socket_path, "INFO", "server")["process_id"])
 
 
+def has_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a stopped process has a signal waiting."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = next(line for line in status.splitlines() if line.startswith("ShdPnd:"))
+    return bool(int(pending.split()[1], 16) >> (number - 1) & 1)
+
+
 @contextmanager
 def all_ended_after(folder: Path) -> Iterator[None]:
     yield
@@ -245,6 +252,7 @@ def test_a_user_who_comes_while_the_server_ends_gets_the_next_one(folder: Path) 
     os.kill(first_pid, signal.SIGSTOP)  # It cannot end yet, however often it is asked.
     server.close()
     wait_until(lambda: not can_lock(folder, fcntl.LOCK_SH), "the supervisor to end the server")
+    wait_until(lambda: has_pending(first_pid, signal.SIGTERM), "the server to be asked to end")
     opened: list[EmbeddedServer] = []
     newcomer = threading.Thread(target=lambda: opened.append(open_embedded(folder)))
     newcomer.start()

@@ -270,6 +270,20 @@ def test_memory_is_lent_again_only_when_nobody_holds_the_batch(
         assert [content_of(one) for one in held] == expected
 
 
+def test_memory_of_batches_that_nobody_holds_is_used_again(server: ServerProcess) -> None:
+    write_dataset(large_rows(), server.url("large"))
+    with RedisTDDataset(server.url("large"), prefetch_bytes=1 << 25) as dataset:
+        sampler = CoalescingBatchSampler(RowSampler(dataset), 30)
+        places = []
+        for _ in range(6):
+            for batch in DataLoader(dataset, batch_sampler=sampler):
+                places.append(batch["x"].data_ptr())
+                del batch
+        # All four batches of an epoch may be on their way at once, and one is in use.
+        assert len(places) == 24
+        assert len(set(places)) <= 10
+
+
 def delivered_bytes(server: ServerProcess) -> int:
     """What the server has sent to all its clients so far."""
     return int(server.client().info("stats")["total_net_output_bytes"])

@@ -128,7 +128,7 @@ def test_wrong_missing_and_insufficient_credentials_are_refused_by_name(guarded:
             assert PASSWORD_VARIABLE in message
     assert "the manifest of 'kept'" in refuse(guarded.url("kept", user="stranger"))
     assert "reading data set 'kept'" in refuse(guarded.url("kept", user="lister"))
-    assert "NOPERM" in refuse(guarded.url("kept", user="reader"), then=write)
+    assert "permissions to run the 'sadd' command" in refuse(guarded.url("kept", user="reader"), then=write)
     lua = refuse(guarded.url("kept", user="lister"), then=lambda url: read(url, strategy="lua"))
     assert "refused access" in lua
 
@@ -182,6 +182,7 @@ def test_a_pickled_data_set_asks_for_its_password_anew(guarded: ServerProcess, m
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("guarded", ["valkey"], indirect=True)
 def test_a_worker_that_is_spawned_gets_the_password(guarded: ServerProcess) -> None:
     with RedisTDDataset(guarded.url("kept")) as dataset:
         dataset[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -49,6 +50,15 @@ def test_registering_again_changes_nothing() -> None:
     before = dict(default_collate_fn_map)
     register_collate()
     assert default_collate_fn_map == before
+
+
+def test_what_a_loader_does_not_batch_is_passed_on_too() -> None:
+    whole = batch_of(6)
+    batches = list(DataLoader([whole[:4], whole[4:]], batch_size=None))  # type: ignore[arg-type]
+    assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5]]
+    assert isinstance(batches[0], TensorDict)
+    (others,) = DataLoader([{"a": [np.zeros(2), 3]}], batch_size=None)  # type: ignore[arg-type]
+    assert isinstance(others["a"][0], torch.Tensor)
 
 
 class Counting(Dataset[Any]):

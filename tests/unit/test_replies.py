@@ -39,9 +39,9 @@ STRATEGIES: tuple[Strategy, ...] = ("pipelined", "covering", "lua")
 
 
 def one_slab(strategy: Strategy, rows: np.ndarray = ROWS) -> tuple[ReadPlan, Slab, np.ndarray]:
-    """A plan of one slab and its reply stream."""
+    """A plan, its first slab (the only one, unless adjacent rows are read group by group) and that one's replies."""
     plan = plan_read(rows, CHUNKS.spec(), ReadCost(), strategy=strategy, slab_bytes=1 << 30)
-    (slab,) = plan.slabs
+    slab = plan.slabs[0]
     return plan, slab, np.frombuffer(CHUNKS.reply(plan, slab), dtype=np.uint8)
 
 
@@ -74,7 +74,7 @@ def test_the_right_stream_passes_cut_at_every_position(strategy: Strategy) -> No
 def test_each_byte_of_the_framing_is_looked_at_and_none_of_the_values(strategy: Strategy) -> None:
     plan, slab, stream = one_slab(strategy)
     frame = framing(plan, slab)
-    for at in range(len(stream)):
+    for at in sorted(frame | set(range(0, len(stream), 7))):
         for flip in (1, stream[at] or 1):  # another byte, and NUL
             wrong = stream.copy()
             wrong[at] ^= flip

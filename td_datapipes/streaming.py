@@ -1,0 +1,475 @@
+"""The engine behind every iterable front: announced batches, read ahead by the data set's own prefetcher.
+
+A `Stream` is one rank's batches, epoch after epoch, in an order that follows from (seed, epoch, rows). A
+`StreamIterator` takes those that fall to one worker and asks the data set for them, each with the window it belongs
+to; what is read ahead, and how, is the data set's. A place is a few integers, counts what the consumer got, and is
+reached at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+from torch.utils.data import get_worker_info
+
+from td_datapipes.dealing import deal_batch
+from td_datapipes.epochs import EpochBoard
+from td_datapipes.errors import ConfigurationError, StateError
+from td_datapipes.order import Cursor
+from td_datapipes.samplers.base import Dealer, PositionSampler
+from td_datapipes.samplers.batch import RowBatch
+from td_datapipes.samplers.states import Position, read_integer
+
+__all__ = ["RowSource", "Stream", "StreamIterator", "StreamOptions", "WorkerShare"]
+
+
+class RowSource(Protocol):
+    """What a stream reads from: `RedisTDDataset`, several joined, a mixture."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def complete(self) -> bool: ...
+    def __len__(self) -> int: ...
+    def __getitems__(self, rows: Sequence[int]) -> TensorDict: ...
+    def refresh(self) -> int: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """What of a stream does not depend on its order.
+
+    Attributes:
+        batched: give whole batches, else their rows one by one.
+        mark_padding: name of a bool field that is added to each batch: true for a row that repeats another so that
+            all ranks get as many.
+        follow: go on with rows appended while streaming.
+        timeout_seconds: when following, end when nothing was appended for so long; None never does.
+        poll_seconds: when following, from one look at the data set to the next.
+    """
+
+    batched: bool
+    mark_padding: str | None = None
+    follow: bool = False
+    timeout_seconds: float | None = None
+    poll_seconds: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerShare:
+    """Which of a rank's batches an iterator takes: each `num_workers`-th.
+
+    Attributes:
+        worker: this one, of `num_workers`.
+        num_workers: among how many they are dealt.
+        round_id: what all workers of one iteration of a loader have in common; None without workers.
+    """
+
+    worker: int = 0
+    num_workers: int = 1
+    round_id: str | None = None
+
+
+class Stream:
+    """One rank's batches, epoch after epoch.
+
+    Args:
+        source: gives the rows; owned from here on.
+        sampler: the order. Its own epoch and place are not used.
+        options: what is given out, and until when.
+    """
+
+    def __init__(self, source: RowSource, sampler: PositionSampler[RowBatch], options: StreamOptions) -> None:
+        self.source, self.sampler, self.options = source, sampler, options
+        self.board = EpochBoard()
+        self._latest: StreamIterator | None = None
+        # A pass that was restored and that nobody has asked for yet.
+        self._prepared: StreamIterator | None = None
+        self._num_opened = 0
+
+    def open(self, share: WorkerShare | None = None, loader_seed: int | None = None) -> StreamIterator:
+        """A pass over the next epoch, or what is left of it.
+
+        Args:
+            share: which batches; by default those of this worker process.
+            loader_seed: what a loader gave its pipes for this iteration, the same in all its workers.
+        """
+        prepared = self._prepared
+        if prepared is None or get_worker_info() is not None or prepared.is_at_end:
+            self._prepared = (
+                None  # else it is kept until its first batch is asked for: loaders open more than they read
+            )
+        if prepared is not None and not prepared.is_from_here:
+            if prepared.position.batch and prepared.row:
+                raise StateError(
+                    "a place within a batch of rows given one by one was loaded before the workers were started; load "
+                    "it into the loader, or give batch_size to the stream instead of to the loader"
+                )
+            self._prepared = prepared = None
+        self._latest = prepared or self._make(share, loader_seed)
+        return self._latest
+
+    def _make(self, share: WorkerShare | None, loader_seed: int | None) -> StreamIterator:
+        self._num_opened += 1
+        return StreamIterator(self, self._identify(share, loader_seed))
+
+    def _identify(self, share: WorkerShare | None, loader_seed: int | None) -> WorkerShare:
+        info = get_worker_info()
+        if info is None:
+            return share or WorkerShare()
+        share = share or WorkerShare(worker=info.id, num_workers=info.num_workers)
+        # The base seed is drawn by the loader for its workers; persistent ones keep it, and iterate equally often.
+        turn = self._num_opened if loader_seed is None else loader_seed
+        return replace(share, round_id=f"{info.seed - info.id}.{turn}")
+
+    def __len__(self) -> int:
+        return self.length(WorkerShare())
+
+    def length(self, share: WorkerShare) -> int:
+        """Items of an epoch: batches, or rows where they are given one by one.
+
+        Raises:
+            TypeError: it follows its data set, so nobody knows.
+        """
+        if self.options.follow:
+            raise TypeError(f"a stream that follows {self.source.name!r} has no length")
+        _, parts = self.sampler.open_epoch(self._where())
+        batches = range(share.worker, parts.num_batches, share.num_workers)
+        if self.options.batched or not batches:
+            return len(batches)
+        last = len(parts.positions(batches[-1])[0])
+        return (len(batches) - 1) * self.sampler.batch_size + last
+
+    def _where(self) -> Position:
+        latest = self._prepared or self._latest
+        if latest is not None and latest.is_running:
+            return latest.position
+        return self.board.peek(len(self.source))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is running, or that the next pass runs."""
+        return self._where().epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass runs `epoch`, in running workers too. A place loaded within it is kept, any other dropped."""
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+            raise ConfigurationError(f"epoch must be an integer >= 0, got {epoch!r}")
+        if self._latest is not None and self._latest.position.epoch != epoch:
+            self._latest = None
+        if self._prepared is not None and self._prepared.position.epoch != epoch:
+            self._prepared = None
+        self.board.set_epoch(epoch)
+
+    def state_dict(self, share: WorkerShare | None = None, loader_seed: int | None = None) -> dict[str, int | str]:
+        """Where the latest pass of this process stands, or where the next one begins.
+
+        Args:
+            share, loader_seed: of the pass that is running, or is going to; see `open`.
+        """
+        if loader_seed is not None and get_worker_info() is not None:
+            # Pipes in between open a pass with their first item, but a worker is asked for its place before.
+            wanted = self._identify(share, loader_seed)
+            if all(known is None or known.share != wanted for known in (self._prepared, self._latest)):
+                self._prepared = self._make(share, loader_seed)
+        latest = self._prepared or self._latest
+        if latest is not None and latest.is_current:
+            return latest.state_dict()
+        return self.state_at(self.board.peek(len(self.source)), WorkerShare(), 0)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], share: WorkerShare | None = None, loader_seed: int | None = None
+    ) -> None:
+        """The next pass goes on from there, once.
+
+        Args:
+            state: what `state_dict` gave.
+            share, loader_seed: of that pass; see `open`.
+
+        Raises:
+            StateError: a place in another order, batch size, number of ranks or of workers; both are named.
+        """
+        latest = self._latest
+        if latest is not None and latest.is_unused and latest.state_dict() == dict(state):
+            return  # the loader restores a pass that it got from here already
+        self._latest = None
+        self._prepared = self._make(share, loader_seed)
+        self._prepared.load_state_dict(state)
+        if get_worker_info() is None and not self._prepared.is_at_end:
+            # For workers that are started later; a pass in this process takes it back.
+            self.board.restore(self._prepared.position)
+
+    def begun(self, iterator: StreamIterator) -> None:
+        """A pass has been asked for its first batch; if it was restored, that place is used up."""
+        if iterator is self._prepared:
+            self._prepared = None
+            self.board.take_back(iterator.position)
+
+    def discard_if_at_end(self) -> None:
+        """Forget a restored pass that has nothing left to give, so that the next one is of the next epoch."""
+        if self._prepared is not None and self._prepared.is_at_end:
+            self._prepared = None
+
+    def load_cursor(self, cursor: Cursor | Mapping[str, Any]) -> None:
+        """The next pass gives this rank's part of what is left of the cursor's epoch, for any number of workers.
+
+        Raises:
+            StateError: a place in another order; both are named.
+        """
+        position = self.sampler.position_of(cursor)
+        self.sampler.seed = cursor.seed if isinstance(cursor, Cursor) else int(cursor["seed"])
+        self._prepared = self._latest = None
+        self.board.restore(position)
+
+    def cursor_of(self, states: Sequence[Mapping[str, Any]]) -> Cursor:
+        """The elastic cursor of a consumer who takes its workers' batches in turn, from the workers' states.
+
+        Raises:
+            StateError: rows are given one by one, or a worker's state is missing.
+        """
+        if any(read_integer(state, "row") for state in states) or not self.options.batched:
+            raise StateError(
+                "rows given one by one have no place that other numbers of ranks or workers share; give batch_size to "
+                "the stream instead of to the loader"
+            )
+        workers = sorted((read_integer(state, "worker"), read_integer(state, "num_workers")) for state in states)
+        if not states or workers != [(number, len(states)) for number in range(len(states))]:
+            raise StateError(f"the states of all workers of one loader are needed, got those of {workers}")
+        # In turn: the consumer's next batch is the earliest that any worker has still to give.
+        return self.sampler.cursor(min(states, key=lambda state: read_integer(state, "batch")))
+
+    def state_at(self, position: Position, share: WorkerShare, row: int) -> dict[str, int | str]:
+        """A place as it is saved: always a new dictionary of integers and strings."""
+        state = self.sampler.state_at(position)
+        return {**state, "row": row, "worker": share.worker, "num_workers": share.num_workers}
+
+    def place_of(self, state: Mapping[str, Any], share: WorkerShare) -> tuple[Position, int]:
+        """The inverse of `state_at`; the seed is taken over from the state."""
+        position = self.sampler.position_at(state)
+        worker, num_workers = read_integer(state, "worker"), read_integer(state, "num_workers")
+        if (worker, num_workers) != (share.worker, share.num_workers):
+            raise StateError(
+                f"the state is of worker {worker} of {num_workers}, this is worker {share.worker} of "
+                f"{share.num_workers}: load it with as many workers as it was saved with, or save "
+                "cursor_of(loader.state_dict()) and load it with load_cursor() to go on with another number"
+            )
+        self.sampler.seed = read_integer(state, "seed")
+        return position, read_integer(state, "row")
+
+    def close(self) -> None:
+        """Drop the connections. Reading again dials anew."""
+        self.source.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None}
+
+
+class StreamIterator(Iterator[TensorDict]):
+    """One worker's pass over an epoch, or over what is left of it."""
+
+    def __init__(self, stream: Stream, share: WorkerShare) -> None:
+        self._stream, self._share = stream, share
+        self._begun_at: Position | None = None
+        self._pid = os.getpid()
+        if share.round_id is not None:
+            # Before anything is asked for: workers that begin later must not find the epoch ended already.
+            self._begun_at = stream.board.begin(len(stream.source), share.round_id, share.worker)
+        self._next = 0 if self._begun_at is None else self._begun_at.batch + share.worker
+        self._num_batches = 0
+        self._dealer: Dealer[RowBatch] | None = None
+        self._rows: deque[TensorDict] = deque()
+        self._row = 0
+        self._ended = False
+
+    # What a loader asks for.
+
+    def __next__(self) -> TensorDict:
+        if self._dealer is None:
+            self._begin()
+            self._stream.begun(self)
+        if self._rows:
+            return self._next_row()
+        if not self._has_batch():
+            self._end()
+            raise StopIteration
+        assert self._dealer is not None  # For the type checker: _begin has set it.
+        batch = self._read(self._dealer.deal(self._next))
+        if self._stream.options.batched:
+            self._next += self._share.num_workers
+            return batch
+        self._rows.extend(batch.unbind(0)[self._row :])
+        return self._next_row() if self._rows else self._skip_empty()
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Where it stands, counting what it gave; at the end it stays there."""
+        return self._stream.state_at(self.position, self._share, self._row)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            StateError: see `Stream.load_state_dict`.
+        """
+        stream, share = self._stream, self._share
+        position, self._row = stream.place_of(state, share)
+        self._begun_at, self._next = position, position.batch
+        self._dealer, self._ended = None, False
+        self._rows.clear()
+        stream.board.adopt(replace(position, batch=0), share.round_id)
+        if self.is_at_end:
+            self._finish()
+
+    @property
+    def position(self) -> Position:
+        """Where it stands, or where it would begin; `batch` is the next one of this worker."""
+        if self._begun_at is None:
+            return self._stream.board.peek(len(self._stream.source))
+        return replace(self._begun_at, batch=self._next)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has taken up a place and is not exhausted."""
+        return self._begun_at is not None and not self._ended
+
+    @property
+    def share(self) -> WorkerShare:
+        """Which batches it takes, in which round."""
+        return self._share
+
+    @property
+    def row(self) -> int:
+        """Rows given of the next batch, where they are given one by one."""
+        return self._row
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether it has nothing left to give of what is known of its epoch."""
+        if self._stream.options.follow:
+            return False
+        position = self.position
+        return position.batch >= self._stream.sampler.open_epoch(position)[1].num_batches
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it has a place, in this process, and was not asked for anything yet."""
+        return self._begun_at is not None and self._dealer is None and self.is_from_here
+
+    @property
+    def is_from_here(self) -> bool:
+        """Whether it was made in this very process."""
+        return self._pid == os.getpid()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its place is the stream's: it has begun, or was loaded."""
+        return self._begun_at is not None
+
+    # How it goes on.
+
+    def _begin(self) -> None:
+        if self._begun_at is None:
+            self._begun_at = self._stream.board.begin(len(self._stream.source))
+            self._next = self._begun_at.batch + self._share.worker
+        if self._begun_at.rows > len(self._stream.source):
+            self._stream.source.refresh()  # another process has seen more rows already
+        if self._stream.options.follow:
+            self._open_published(self._begun_at.rows)
+        else:
+            self._open(self._begun_at)
+
+    def _open(self, position: Position) -> None:
+        self._begun_at = position
+        self._dealer, share = self._stream.sampler.open_epoch(position)
+        self._num_batches = share.num_batches
+
+    def _open_published(self, rows: int) -> None:
+        """When following: those of so many rows that fill batches of all ranks."""
+        assert self._begun_at is not None  # For the type checker.
+        rest = (rows - self._begun_at.start) % self._global_batch_rows
+        self._open(replace(self._begun_at, rows=rows - rest))
+
+    @property
+    def _global_batch_rows(self) -> int:
+        return self._stream.sampler.batch_size * self._stream.sampler.world_size
+
+    def _has_batch(self) -> bool:
+        if self._next < self._num_batches and not self._stream.options.follow:
+            return True
+        return self._stream.options.follow and self._wait_for_rows()
+
+    def _wait_for_rows(self) -> bool:
+        """When following: whether there is a next batch. Waits until it is published, or clear that it will not be."""
+        assert self._begun_at is not None  # For the type checker.
+        source, options, parent = self._stream.source, self._stream.options, os.getppid()
+        needed = self._begun_at.start + (self._next + 1) * self._global_batch_rows
+        known, grown = len(source), time.monotonic()
+        while known < needed:
+            # A worker whose loader is gone must not wait for rows on its own.
+            if source.complete or os.getppid() != parent:
+                return self._take_rest(known)
+            before, known = known, source.refresh()
+            if known > before:
+                grown = time.monotonic()
+            elif not source.complete:
+                left = (
+                    math.inf if options.timeout_seconds is None else grown + options.timeout_seconds - time.monotonic()
+                )
+                if left <= 0:
+                    return self._take_rest(known)
+                time.sleep(min(left, options.poll_seconds))
+        if self._begun_at.rows < needed:
+            self._open_published(known)
+        return True
+
+    def _take_rest(self, rows: int) -> bool:
+        """When following, at the end: whether rows are left for this worker."""
+        assert self._begun_at is not None  # For the type checker.
+        if self._begun_at.rows != rows:
+            self._open(replace(self._begun_at, rows=rows))
+        return self._next < self._num_batches
+
+    def _read(self, rows: RowBatch) -> TensorDict:
+        info = get_worker_info()
+        expected = 1 if info is None else info.num_workers
+        batch = self._stream.source.__getitems__(deal_batch(rows, step=self._share.num_workers, expected=expected))
+        mark = self._stream.options.mark_padding
+        if mark is not None:
+            flags = torch.zeros(len(rows), dtype=torch.bool)
+            flags[len(rows) - rows.padded :] = True
+            batch = batch.copy()
+            batch[mark] = flags.view(-1, *[1] * (batch.batch_dims - 1)).expand(batch.batch_size)
+        return batch
+
+    def _next_row(self) -> TensorDict:
+        self._row += 1
+        row = self._rows.popleft()
+        if not self._rows:
+            self._row = 0
+            self._next += self._share.num_workers
+        return row
+
+    def _skip_empty(self) -> TensorDict:
+        self._row = 0
+        self._next += self._share.num_workers
+        return next(self)
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._finish()
+        self._ended = True
+
+    def _finish(self) -> None:
+        """The epoch is over for this worker."""
+        assert self._begun_at is not None  # For the type checker.
+        share = self._share
+        num_workers = share.num_workers if share.round_id is not None else 1
+        self._stream.board.end(self._begun_at.epoch, share.round_id, share.worker, num_workers)
