@@ -103,6 +103,11 @@ def has_pending(pid: int, number: signal.Signals) -> bool:
     return bool(int(pending.split()[1], 16) >> (number - 1) & 1)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process that was sent SIGSTOP has come to rest; it may still take a lock before."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
 @contextmanager
 def all_ended_after(folder: Path) -> Iterator[None]:
     yield
@@ -270,6 +275,7 @@ def test_opening_again_within_the_linger_finds_the_same_server(folder: Path) -> 
         first_pid = server_pid(server)
         supervisor = supervisor_pid(folder)
         os.kill(supervisor, signal.SIGSTOP)  # Its linger lasts as long as this test needs.
+        wait_until(lambda: is_stopped(supervisor), "the supervisor to stop")
     with open_embedded(folder) as server:
         assert server_pid(server) == first_pid
         os.kill(supervisor, signal.SIGCONT)
