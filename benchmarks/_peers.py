@@ -2,7 +2,7 @@
 
 `loader.py` runs this with the python given by ``--peers-python``; see README.md. It writes the same rows for each peer
 that is installed, prints their names as a line of JSON, and then answers each line "NAME NUM_WORKERS" with the seconds
-that an epoch takes. Nothing here knows of td_datapipes.
+that an epoch takes, until "end 0". Nothing here knows of td_datapipes.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def epoch_seconds(loader: Any, rows: int) -> float:
 
 
 def main() -> None:
-    """Write, then answer requests until standard input ends. Standard output is for answers alone."""
+    """Write, then answer requests. Standard output is for answers alone."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, required=True)
@@ -134,6 +134,8 @@ def main() -> None:
     loaders: dict[str, Any] = {}
     for line in sys.stdin:
         name, num_workers = line.split()
+        if name == "end":
+            break
         if line not in loaders:
             more: dict[str, Any] = {"num_workers": int(num_workers)}
             if num_workers != "0":
