@@ -2,8 +2,8 @@
 
     python benchmarks/loader.py [--quick] [--json FILE] [--server embedded|redis] [--peers-python PYTHON]
 
-Peers read the same rows from local memory disk. MosaicML streaming and LitData run in an environment of their own (torch,
-mosaicml-streaming, litdata); without ``--peers-python`` they are left out.
+Peers read the same rows from local memory disk. MosaicML streaming and LitData run in an environment of their own
+(torch, mosaicml-streaming, litdata); without ``--peers-python`` they are left out.
 """
 
 from __future__ import annotations
