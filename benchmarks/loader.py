@@ -2,8 +2,8 @@
 
     python benchmarks/loader.py [--quick] [--json FILE] [--server embedded|redis] [--peers-python PYTHON]
 
-Peers read the same rows from local memory disk. MosaicML streaming and LitData run in an environment of their own
-(torch, mosaicml-streaming, litdata); without ``--peers-python`` they are left out.
+Peers read the same rows from local memory disk. MosaicML streaming and LitData run in an environment of their own, see
+README.md; without ``--peers-python`` they are left out.
 """
 
 from __future__ import annotations
@@ -485,7 +485,7 @@ def _first_batch(make: Callable[[], Any], rounds: int, windows: bool) -> tuple[f
 def main() -> None:
     """Run what the options ask for."""
     parser = argument_parser("what a training loop gets from loaders of shuffled rows")
-    parser.add_argument("--peers-python", metavar="PYTHON", help="one that has streaming and litdata installed")
+    parser.add_argument("--peers-python", metavar="PYTHON", help="one that has streaming and litdata; see README.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = Results()
