@@ -7,8 +7,9 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 
 from td_datapipes.errors import ServerTimeoutError, ServerUnavailableError
@@ -18,14 +19,16 @@ __all__ = ["Channel", "Exchange"]
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, InterruptedError)
 _MAX_WAIT_SECONDS = 3600.0
 _JOIN_BYTES = 256 * 1024
+_EARLY_BYTES = 2048
+"""Of requests: as many keep a server busy for longer than it takes to wake it once more."""
 
 
 class Exchange(Protocol):
     """A request and what becomes of its reply. Sans-I/O: it is asked where bytes go and told how many came."""
 
     @property
-    def request(self) -> Sequence[bytes | memoryview]:
-        """The request's bytes, in parts; a memoryview must not change until the reply is complete."""
+    def request(self) -> Iterable[bytes | memoryview]:
+        """The request's bytes, in parts, taken once; a memoryview must not change until the reply is complete."""
 
     def target(self) -> memoryview | list[memoryview]:
         """Where the next bytes go; empty once the reply is complete. Several places only where `Channel.scatters`."""
@@ -70,9 +73,19 @@ class Channel:
 
     def submit(self, *exchanges: Exchange) -> None:
         """Queue exchanges and send what the socket takes now. Their replies are received by `advance`, in order."""
-        for exchange in exchanges:
-            self._awaited.append(exchange)
-        parts = [part for exchange in exchanges for part in exchange.request]
+        idle = not self._awaited
+        self._awaited.extend(exchanges)
+        parts: list[bytes | memoryview] = []
+        for part in chain.from_iterable(exchange.request for exchange in exchanges):
+            if idle and not parts and len(part) >= _EARLY_BYTES:
+                # The server has nothing to do: it gets this part while the others are made.
+                self._unsent.append(memoryview(part))
+                self._send()
+                idle = False
+            else:
+                parts.append(part)
+        if not parts:
+            return
         if sum(map(len, parts)) <= _JOIN_BYTES:
             # One system call: each would wake the server, which then competes with us for the processor.
             parts = [b"".join(parts)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field
 from itertools import accumulate
 from typing import cast
@@ -33,6 +33,8 @@ _MAX_PLACES = 64
 """Of one receive: about as many as fill what a socket holds."""
 _PART_BYTES = 192 * 1024
 """Copied out of a slab while the rest of it is on its way: a Unix socket buffers about that much on Linux."""
+_WAITING_PART_BYTES = 8 * 1024
+"""The same where there is nothing to do but wait for the rest."""
 
 
 @dataclass
@@ -63,7 +65,7 @@ class ReadJob:
     """
 
     plan: ReadPlan
-    request: Callable[[Slab], bytes]
+    request: Callable[[Slab], Iterable[bytes]]
     sink: BatchSink = field(init=False)
     unsent: Iterator[tuple[int, Slab]] = field(init=False)
     unfinished: int = field(init=False)
@@ -115,7 +117,7 @@ class _SlabExchange:
     """One slab's request and reply stream (an `Exchange`): straight into memory, checked before any wait."""
 
     def __init__(self, number: int, slab: Slab, job: ReadJob, staging: _Staging, *, scatters: bool) -> None:
-        self.request = (job.request(slab),)
+        self.request = job.request(slab)
         self.job = job
         self.nbytes = slab.stream_bytes
         self._number, self._slab, self._staging = number, slab, staging
@@ -154,14 +156,15 @@ class _SlabExchange:
         self._stream = self._staging.stretch(self.nbytes) if own is None else own
         self._view = self._stream.data
         evenly = isinstance(self._slab, RunSlab | PeriodicSlab) and self._slab.sources is None
-        self._in_parts = own is None and evenly and self.nbytes > 2 * _PART_BYTES
+        self._in_parts = own is None and evenly
 
     def received(self, count: int) -> None:
         if self._parser is not None:
             self._parser.received(count)
         else:
             self._got += count
-            if self._in_parts and self._got - self._taken_bytes >= _PART_BYTES and self._framed():
+            worth_it = self.nbytes > 2 * _PART_BYTES and self._got - self._taken_bytes >= _PART_BYTES
+            if self._in_parts and worth_it and self._framed():
                 self._take_part()
 
     def _take_part(self) -> None:
@@ -176,7 +179,7 @@ class _SlabExchange:
     def _take_rest(self) -> None:
         if self._places is not None:
             self.job.sink.placed(cast(RunSlab, self._slab))
-        elif self._in_parts:
+        elif self._taken_rows:
             self._take_part()
         else:
             self.job.sink.take(self._slab, self._stream)  # type: ignore[arg-type]
@@ -184,8 +187,11 @@ class _SlabExchange:
     def stalled(self) -> None:
         if self._check is None and self._places is None:
             self._check = stream_check(self._slab)  # now, while there is nothing else to do
-        if self._parser is None and self._got and not self._framed():
-            self._parse_singly()
+        if self._parser is None and self._got:
+            if not self._framed():
+                self._parse_singly()
+            elif self._in_parts and self._got - self._taken_bytes >= _WAITING_PART_BYTES:
+                self._take_part()
 
     def _framed(self) -> bool:
         if self._places is not None:

@@ -6,7 +6,7 @@ a command that names the chunk and the half that gives the range come from two t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 
 import numpy as np
@@ -21,6 +21,8 @@ __all__ = ["RequestBuilder", "bulk"]
 MAX_TABLE_ENTRIES = 32768
 """Bounds each table to a few MB; a full one starts over."""
 _CHUNK_BITS = 40
+EARLY_RANGES = 128
+"""Of a request for many: sent first, so that the server works on them while the request for the rest is made."""
 
 
 def bulk(data: bytes) -> bytes:
@@ -88,14 +90,17 @@ class RequestBuilder:
         self._heads = _Table(lambda code: b"*4\r\n$8\r\nGETRANGE\r\n" + self._keys[code])
         self._tails: dict[Segment, _SegmentTails] = {}
 
-    def for_plan(self, plan: ReadPlan) -> Callable[[Slab], bytes]:
-        """How slabs of that plan are asked for."""
+    def for_plan(self, plan: ReadPlan) -> Callable[[Slab], Iterable[bytes]]:
+        """How slabs of that plan are asked for: the parts of a request, each made when it is taken."""
         return self._script if plan.strategy == "lua" else self._ranges
 
-    def _ranges(self, slab: Slab) -> bytes:
+    def _ranges(self, slab: Slab) -> Iterable[bytes]:
         """One GETRANGE a range, pipelined."""
         if isinstance(slab, PeriodicSlab):
             return self._periodic(slab)
+        return (self._singly(slab),)
+
+    def _singly(self, slab: Slab) -> bytes:
         if isinstance(slab, RunSlab):
             return self._heads[slab.group << _CHUNK_BITS | slab.chunk] + _range_tail(slab.start, slab.length)
         ranges = slab.ranges()
@@ -104,13 +109,19 @@ class RequestBuilder:
         # Covering ranges start anywhere, so their tails are made anew: they would only flood the table.
         return b"".join([self._heads[code] + _range_tail(*span) for code, span in zip(codes, spans, strict=True)])
 
-    def _periodic(self, slab: PeriodicSlab) -> bytes:
-        spec = slab.spec
-        parts: list[bytes] = [b""] * (2 * slab.num_ranges)
+    def _periodic(self, slab: PeriodicSlab) -> Iterator[bytes]:
+        spec, rows = slab.spec, slab.rows
+        early = EARLY_RANGES // len(spec.segments) if slab.num_ranges >= 2 * EARLY_RANGES else 0
+        if early:
+            yield self._rows(spec, rows[:early])
+        yield self._rows(spec, rows[early:])
+
+    def _rows(self, spec: ReadSpec, rows: Rows) -> bytes:
+        parts: list[bytes] = [b""] * (2 * len(rows) * len(spec.segments))
         step = 2 * len(spec.segments)
         for j, segment in enumerate(spec.segments):
             layout = spec.layouts[segment.group]
-            chunk, within = np.divmod(slab.rows, layout.records_per_chunk)
+            chunk, within = np.divmod(rows, layout.records_per_chunk)
             if layout.pieces > 1:
                 chunk = chunk * layout.pieces + segment.piece
             if segment.group:
@@ -129,7 +140,7 @@ class RequestBuilder:
             self._tails[segment] = tails
         return tails
 
-    def _script(self, slab: Slab) -> bytes:
+    def _script(self, slab: Slab) -> Iterable[bytes]:
         """One call that returns all ranges as a table; their numbers packed in one argument."""
         ranges = slab.ranges()
         codes: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
@@ -138,4 +149,4 @@ class RequestBuilder:
         packed["f0"], packed["f1"], packed["f2"] = index, ranges.starts, ranges.starts + ranges.lengths - 1
         sha = load_script("read_ranges").sha.encode()
         head = b"*%d\r\n$7\r\nEVALSHA\r\n" % (4 + len(keys)) + bulk(sha) + bulk(b"%d" % len(keys))
-        return b"".join([head, *map(self._keys.__getitem__, keys.tolist()), bulk(packed.tobytes())])
+        return (b"".join([head, *map(self._keys.__getitem__, keys.tolist()), bulk(packed.tobytes())]),)

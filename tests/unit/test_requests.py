@@ -16,7 +16,8 @@ from td_datapipes.cost import ReadCost
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout
 from td_datapipes.plan import ReadPlan, Strategy, plan_read
 from td_datapipes.read_spec import Copy, Output, ReadSpec, Segment
-from td_datapipes.wire.requests import MAX_TABLE_ENTRIES, RequestBuilder, bulk
+from td_datapipes.slabs import Slab
+from td_datapipes.wire.requests import EARLY_RANGES, MAX_TABLE_ENTRIES, RequestBuilder, bulk
 from td_datapipes.wire.scripts import load_script
 
 CHUNKS = ChunksInMemory(
@@ -50,11 +51,16 @@ def commands(data: bytes) -> list[list[bytes]]:
     return found
 
 
+def request_of(builder: RequestBuilder, plan: ReadPlan, slab: Slab) -> bytes:
+    """A slab's request, its parts joined."""
+    return b"".join(builder.for_plan(plan)(slab))
+
+
 def asked_by(builder: RequestBuilder, plan: ReadPlan) -> list[tuple[bytes, int, int]]:
     """Key, first byte and length of every range that the requests of a plan ask for, in order."""
     asked = []
     for slab in plan.slabs:
-        for command in commands(builder.for_plan(plan)(slab)):
+        for command in commands(request_of(builder, plan, slab)):
             if command[0] == b"GETRANGE":
                 _, key, first, last = command
                 asked.append((key, int(first), int(last) - int(first) + 1))
@@ -119,6 +125,19 @@ def spec_of_16_bytes(records_per_chunk: int, stride_bytes: int = 16) -> ReadSpec
         layouts=(ChunkLayout.for_stride(stride_bytes, records_per_chunk * stride_bytes, records_per_chunk),),
         spare_bytes=SPARE_BYTES,
     )
+
+
+@pytest.mark.parametrize(("num_rows", "counts"), [(255, [255]), (256, [128, 128]), (1000, [128, 872])])
+def test_a_request_for_many_rows_can_be_sent_before_it_is_whole(num_rows: int, counts: list[int]) -> None:
+    assert EARLY_RANGES == 128
+    builder = RequestBuilder(lambda _group, chunk: b"k%d" % chunk)
+    rows = np.arange(0, 2 * num_rows, 2)[::-1]
+    plan = plan_read(rows, spec_of_16_bytes(5000), ReadCost(), strategy="pipelined", slab_bytes=1 << 30)
+    (slab,) = plan.slabs
+    parts = list(builder.for_plan(plan)(slab))
+    assert [len(commands(part)) for part in parts] == counts
+    starts = [int(command[2]) for part in parts for command in commands(part)]
+    assert starts == [16 * row for row in rows]
 
 
 def test_tables_that_are_full_start_over() -> None:
