@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 from td_datapipes.errors import ConfigurationError, StateError
 from td_datapipes.order import Cursor, Share
 
+from .loading import refuse_other_workers
 from .ranks import resolve_ranks
 from .states import STATE_VERSION, Position, find_sampler_state, read_integer, read_string, require_version
 
@@ -102,6 +103,7 @@ class PositionSampler(Sampler[T], ABC, Generic[T]):
         self._epoch = epoch
 
     def __iter__(self) -> PositionIterator[T]:
+        refuse_other_workers()
         self._iterator = PositionIterator(self)
         return self._iterator
 

@@ -16,6 +16,7 @@ from td_datapipes.order import Cursor
 from .base import check_positive
 from .batch import RowBatch, Window
 from .inner import InnerRows
+from .loading import refuse_other_workers
 from .rows import RowSampler
 from .states import STATE_VERSION, find_sampler_state, read_integer, read_string, require_version
 
@@ -91,6 +92,7 @@ class CoalescingBatchSampler(Sampler[list[int]]):
         self._open_epoch: int | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
+        refuse_other_workers()
         self._iterator = CoalescingIterator(self)
         return self._iterator
 

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, SequentialSampler
 
 from td_datapipes.errors import StateError
 
-from .rows import RowIterator
+from .rows import RowIterator, RowSampler
 
 __all__ = ["InnerRows"]
 
@@ -70,6 +70,8 @@ class InnerRows:
             found["epoch"] = epoch
         if isinstance(self._iterator, _Stateful):
             found["iterator"] = copy.deepcopy(self._iterator.state_dict())
+        if isinstance(self._iterator, RowIterator):
+            return found  # its state is the sampler's too
         if isinstance(self._sampler, _Stateful):
             # One whose iterators have no state may still hold the last epoch's before the first row.
             if self._drawn or "iterator" in found:
@@ -83,8 +85,9 @@ class InnerRows:
     def _open(self, saved: Mapping[str, Any]) -> Iterator[int]:
         if "epoch" in saved:
             self._require("set_epoch")(saved["epoch"])
-        if "sampler" in saved:
-            self._require("load_state_dict")(copy.deepcopy(saved["sampler"]))
+        of_sampler = saved.get("iterator" if isinstance(self._sampler, RowSampler) else "sampler")
+        if of_sampler is not None:
+            self._require("load_state_dict")(copy.deepcopy(of_sampler))
         iterator = iter(self._sampler)
         if "iterator" in saved:
             if not isinstance(iterator, _Stateful):

@@ -13,6 +13,7 @@ from td_datapipes.errors import ConfigurationError
 from td_datapipes.order import Permutation, Share, derive_key, fingerprint, uniform_floats
 
 from .base import PositionIterator, PositionSampler, check_positive
+from .loading import refuse_other_workers
 from .states import Position
 from .windows import RowOrder
 
@@ -77,6 +78,7 @@ class RowSampler(PositionSampler[int]):
         self._digest = "" if self._cumulative is None else digest(self._cumulative)
 
     def __iter__(self) -> RowIterator:
+        refuse_other_workers()
         self._iterator = iterator = RowIterator(self)
         return iterator
 

@@ -45,6 +45,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 NAMES_KEY = b"td:names"
+_MAX_SHOWN_NAME = 40
 SPARE_BYTES = 32
 """Zero bytes at a chunk's end: a scattered read may ask for up to 30 bytes more than its record (see `wire_length`)."""
 
@@ -191,8 +192,11 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for any two generations of which one was appended to the other; different once written anew."""
-        return self.id
+        """Equal for any two generations of which one was appended to the other; different once written anew.
+
+        It begins with the name, so that an error that shows two of them says which data set it is about.
+        """
+        return f"{self.name[:_MAX_SHOWN_NAME]}:{self.id}"
 
     def to_json(self) -> str:
         """As it is stored: indented, keys in a fixed order."""

@@ -16,8 +16,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 from tensordict import TensorDict
@@ -32,6 +33,8 @@ from td_datapipes.wire.reader import ReadStats
 __all__ = ["AnnouncedBatch", "Prefetcher"]
 
 _JOIN_SECONDS = 1.0
+_BUSY_BYTES = 1 << 20
+"""Of groups that were asked for: what keeps a server busy while the next ones are planned or made."""
 
 
 class AnnouncedWindow(Protocol):
@@ -68,6 +71,7 @@ class Prefetcher:
         self._reader = reader
         self._limit_bytes = limit_bytes
         self._ahead: _ReadAhead | None = None
+        self._finalizer: weakref.finalize[..., Prefetcher] | None = None
         self._past = ReadStats()
         self._pid = os.getpid()
 
@@ -86,7 +90,7 @@ class Prefetcher:
             self._ahead, self._pid = None, os.getpid()
         if self._ahead is None:
             self._ahead = _ReadAhead(self._reader, self._limit_bytes)
-            weakref.finalize(self, self._ahead.close)
+            self._finalizer = weakref.finalize(self, self._ahead.close)
         ready = self._ahead.get(announced, rows)
         return self._reader.read(rows) if ready is None else ready
 
@@ -99,8 +103,35 @@ class Prefetcher:
         """End the thread; a later `get` starts another."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
+            if self._finalizer is not None:
+                self._finalizer.detach()
             ahead.close()
             self._past = self._past + ahead.stats
+
+
+@dataclass(eq=False)
+class _WindowRead:
+    """An announced window.
+
+    Attributes:
+        window: as it was announced.
+        first_ordinal: the first batch of it that is to be read; earlier ones were asked for before.
+        step: every how manyth batch is this process's.
+        batches: to be read, in order; None until the thread has drawn them.
+    """
+
+    window: AnnouncedWindow
+    first_ordinal: int
+    step: int
+    batches: list[BatchRead] | None = None
+
+    def draw(self, row_bytes: int) -> list[BatchRead]:
+        """This process's batches of the window."""
+        return [
+            BatchRead(ordinal, rows, len(rows) * row_bytes)
+            for ordinal, rows in enumerate(self.window.batches, self.window.first_ordinal)
+            if ordinal >= self.first_ordinal and (ordinal - self.first_ordinal) % self.step == 0
+        ]
 
 
 class _ReadAhead:
@@ -111,8 +142,8 @@ class _ReadAhead:
         self._limit_bytes = limit_bytes
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._windows: dict[int, list[BatchRead]] = {}
-        self._unplanned: deque[int] = deque()
+        self._windows: dict[int, _WindowRead] = {}
+        self._undrawn: deque[_WindowRead] = deque()
         self._unstarted: deque[ReadGroup] = deque()
         self._receiving: deque[ReadGroup] = deque()
         self._outstanding_bytes = 0
@@ -129,30 +160,22 @@ class _ReadAhead:
 
     def get(self, announced: AnnouncedBatch, rows: Rows) -> TensorDict | None:
         """The batch if it was or can be read ahead, None where an ordinary read is to do it."""
+        if announced.window is None:
+            return None
         began = time.monotonic()
+        # The thread gives up first, and says why.
+        deadline = began + self._reader.server.timeout_seconds + 1
         with self._changed:
-            batch = self._expected(announced, rows)
-            if batch is None:
-                self._forget()
-                self._announce(announced)
-                batch = self._expected(announced, rows)
-            else:
-                self._announce(announced)
-            if batch is None:
-                return None
-            self._drop_passed(announced)
-            self._wanted.append(batch)
-            self._changed.notify_all()
-            # The thread gives up first, and says why.
-            patience_seconds = self._reader.server.timeout_seconds + 1
-            try:
-                self._changed.wait_for(
-                    lambda: batch.ready is not None or batch.failed or self._closed, patience_seconds
-                )
-            finally:
-                self._wanted.remove(batch)
+            batch = self._expected(announced, rows, deadline) or self._expected_anew(announced, rows, deadline)
+            if batch is not None:
+                self._wanted.append(batch)
+                self._changed.notify_all()
+                try:
+                    self._wait(lambda: batch.ready is not None or batch.failed, deadline)
+                finally:
+                    self._wanted.remove(batch)
             self.stats.wait_seconds += time.monotonic() - began
-            if batch.ready is None:
+            if batch is None or batch.ready is None:
                 if self._timed_out is not None:
                     error, self._timed_out = self._timed_out, None
                     raise error
@@ -163,37 +186,48 @@ class _ReadAhead:
             self.stats.batches += 1
             return batch.ready
 
-    def _expected(self, announced: AnnouncedBatch, rows: Rows) -> BatchRead | None:
-        """The batch under that ordinal, if it is on its way and has exactly those rows."""
-        for batches in self._windows.values():
-            for batch in batches:
-                if batch.ordinal == announced.ordinal:
-                    return batch if np.array_equal(batch.rows, rows) else None
+    def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
+        self._changed.wait_for(lambda: condition() or self._closed, deadline - time.monotonic())
+
+    def _expected(self, announced: AnnouncedBatch, rows: Rows, deadline: float) -> BatchRead | None:
+        """The batch under that ordinal, if its window is known and it has exactly those rows."""
+        first = cast(AnnouncedWindow, announced.window).first_ordinal
+        if first not in self._windows:
+            return None
+        self._announce(announced)
+        self._drop_passed(first)
+        known = self._windows[first]
+        if known.batches is None:
+            self._changed.notify_all()
+            self._wait(lambda: known.batches is not None, deadline)
+        for batch in known.batches or ():
+            if batch.ordinal == announced.ordinal:
+                return batch if np.array_equal(batch.rows, rows) else None
         return None
+
+    def _expected_anew(self, announced: AnnouncedBatch, rows: Rows, deadline: float) -> BatchRead | None:
+        """The same after everything else was forgotten: another iteration has begun."""
+        self._forget()
+        self._announce(announced)
+        return self._expected(announced, rows, deadline)
 
     def _announce(self, announced: AnnouncedBatch) -> None:
         worker = get_worker_info()
-        workers = 1 if worker is None else worker.num_workers
         window = announced.window
         while window is not None:
-            first = window.first_ordinal
-            if first not in self._windows:
-                fresh = [
-                    BatchRead(ordinal, rows, len(rows) * self._reader.spec.row_bytes)
-                    for ordinal, rows in enumerate(window.batches, first)
-                    if ordinal >= announced.ordinal and (ordinal - announced.ordinal) % workers == 0
-                ]
-                self._windows[first] = fresh
-                self._unplanned.append(first)
+            if window.first_ordinal not in self._windows:
+                step = 1 if worker is None else worker.num_workers
+                # Of a window further on, the first of this process's batches follows from this one's number.
+                behind = max(window.first_ordinal - announced.ordinal, 0)
+                fresh = _WindowRead(window, announced.ordinal + -(-behind // step) * step, step)
+                self._windows[window.first_ordinal] = fresh
+                self._undrawn.append(fresh)
             window = window.next
 
-    def _drop_passed(self, announced: AnnouncedBatch) -> None:
-        """Batches of windows before this one's will not be asked for any more."""
-        window = announced.window
-        if window is None:
-            return
-        for first in [first for first in self._windows if first < window.first_ordinal]:
-            for batch in self._windows[first]:
+    def _drop_passed(self, first: int) -> None:
+        """Batches of windows before that one will not be asked for any more."""
+        for passed in [ordinal for ordinal in self._windows if ordinal < first]:
+            for batch in self._windows.pop(passed).batches or ():
                 self._hand_over(batch)
 
     def _hand_over(self, batch: BatchRead) -> None:
@@ -203,20 +237,19 @@ class _ReadAhead:
         batch.handed_over = True
         if batch.counted:
             self._outstanding_bytes -= batch.nbytes
-        for first, batches in list(self._windows.items()):
-            if batch in batches:
-                batches.remove(batch)
-                if not batches:
-                    del self._windows[first]
+        for window in self._windows.values():
+            if window.batches and batch in window.batches:
+                window.batches.remove(batch)
         self._changed.notify_all()
 
     def _forget(self) -> None:
         """Start over: what is on its way is not what is asked for, or cannot be had."""
-        for batches in self._windows.values():
-            for batch in batches:
+        for window in self._windows.values():
+            window.batches = window.batches or []  # whoever waits for them waits no longer
+            for batch in window.batches:
                 batch.failed = True
         self._windows.clear()
-        self._unplanned.clear()
+        self._undrawn.clear()
         self._unstarted.clear()
         self._receiving.clear()
         self._outstanding_bytes = 0
@@ -246,10 +279,10 @@ class _ReadAhead:
                     break
                 fresh, seen = self._round != seen, self._round
             try:
-                if fresh:
-                    self._plans.close()
-                else:
+                if not fresh:
                     self._work(seen)
+                elif not self._plans.idle:
+                    self._plans.close()
             except Exception as error:
                 self._plans.close()
                 with self._changed:
@@ -259,25 +292,46 @@ class _ReadAhead:
         self._plans.close()
 
     def _has_work(self) -> bool:
-        return bool(self._unplanned or self._receiving or self._next_to_start())
+        return bool(self._undrawn or self._receiving or self._next_to_start())
 
     def _work(self, seen: int) -> None:
-        """One step, the most urgent first: plan a window, send requests, receive a slab."""
+        """One step, the most urgent first: send requests, receive what somebody waits for, plan, receive."""
+        window = receiving = None
         with self._changed:
             if self._round != seen:
                 return
-            window = self._windows.get(self._unplanned.popleft()) if self._unplanned else None
-            start = None if window else self._next_to_start()
-            receiving = self._receiving[0] if self._receiving and not (window or start) else None
-        if window is not None:
-            groups = group_reads(self._reader, list(window), self._limit_bytes // 2)
-            with self._changed:
-                if self._round == seen:
-                    self._unstarted.extend(groups)
-        elif start is not None:
+            start = None if self._is_server_busy() else self._next_to_start()
+            if start is None and self._receiving and (self._is_awaited() or not self._undrawn):
+                receiving = self._receiving[0]
+            elif start is None and self._undrawn:
+                window = self._undrawn.popleft()
+        if start is not None:
             self._start(start, seen)
         elif receiving is not None:
             self._receive(receiving, seen)
+        elif window is not None:
+            self._draw(window, seen)
+
+    def _is_server_busy(self) -> bool:
+        """Whether so much is asked for that what comes next can wait until some of it is here."""
+        enough = self._is_awaited() or sum(group.nbytes for group in self._receiving) >= _BUSY_BYTES
+        return len(self._receiving) > 1 and enough
+
+    def _is_awaited(self) -> bool:
+        """Whether the consumer waits for something that was asked for."""
+        return any(batch in group.batches for group in self._receiving for batch in self._wanted)
+
+    def _draw(self, window: _WindowRead, seen: int) -> None:
+        batches = window.draw(self._reader.spec.row_bytes)
+        with self._changed:
+            if self._round != seen:
+                return
+            window.batches = list(batches)
+            self._changed.notify_all()
+        groups = group_reads(self._reader, batches, self._limit_bytes // 2)
+        with self._changed:
+            if self._round == seen:
+                self._unstarted.extend(groups)
 
     def _next_to_start(self) -> ReadGroup | None:
         """The next group, if the limit has room for it or the consumer waits for one of its batches."""

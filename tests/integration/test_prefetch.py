@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -86,6 +88,30 @@ def settle(dataset: RedisTDDataset) -> int:
         if (now := dataset.stats.bytes) != before:
             before, since = now, time.monotonic()
     return before
+
+
+@pytest.mark.parametrize("name", ["rows", "block", "one_buffer"])
+def test_an_epoch_that_ran_to_its_end_leaves_the_next_one_its_connection(
+    server: ServerProcess, url: str, name: str
+) -> None:
+    client = server.client()
+    with RedisTDDataset(url) as dataset:
+        loader, dialled = loader_of(dataset, name), []
+        for _ in range(3):
+            assert len(list(loader)) == len(loader)
+            dialled.append(client.info("stats")["total_connections_received"])
+    assert dialled[0] == dialled[1] == dialled[2]
+
+
+def test_closing_again_and_again_keeps_nothing_alive(url: str) -> None:
+    with RedisTDDataset(url) as dataset:
+        ended = []
+        for _ in range(3):
+            next(iter(loader_of(dataset, "rows")))
+            ended.append(weakref.ref(dataset._prefetcher._ahead))  # type: ignore[union-attr]
+            dataset.close()
+        gc.collect()
+        assert [ref() for ref in ended] == [None] * 3
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])

@@ -388,28 +388,18 @@ def train_rank(url: str, rendezvous: str, rank: int, queue: Any) -> None:
 
 
 class TestOtherWorkers:
-    """torchdata refuses a state of another number of workers by itself, before it asks any sampler."""
+    """torchdata cannot load a state of another number of workers: the error names both, and the cursor goes on."""
 
-    @pytest.mark.parametrize(
-        ("saved", "now", "message"),
-        [
-            (0, 2, "'_snapshot' expected for multiprocess"),
-            (2, 0, "'_num_yielded' expected for single process"),
-            (2, 3, "^$"),
-            (3, 2, "^$"),
-        ],
-    )
+    @pytest.mark.parametrize(("saved", "now"), [(0, 2), (2, 0), (2, 3), (3, 2)])
     @pytest.mark.parametrize("name", ["rows", "block"])
-    def test_the_state_is_refused_and_the_cursor_goes_on(
-        self, url: str, name: str, saved: int, now: int, message: str
-    ) -> None:
+    def test_the_state_is_refused_and_the_cursor_goes_on(self, url: str, name: str, saved: int, now: int) -> None:
         expected = expected_epochs(url, name, 2)
         loader = make_loader(url, name, num_workers=saved)
         assert rows_of(islice(loader, 5)) == expected[0][:5]
         state = loader.state_dict()
         loader.dataset.close()
         refused = resume(url, name, state, num_workers=now)
-        with pytest.raises(AssertionError, match=message):
+        with pytest.raises(StateError, match=rf"num_workers={saved}, .*num_workers={now}; .*cursor_of"):
             next(iter(refused))
         refused.dataset.close()
         other = make_loader(url, name, num_workers=now)
