@@ -238,6 +238,10 @@ class BlockOrder:
     def rows_of(self, places: Rows) -> Rows:
         """The rows at ``places`` [k], as `places` gives them: int64 [k]."""
         slots, offsets = np.divmod(places, self.block_rows)
+        first, stop = (int(slots.min()), int(slots.max()) + 1) if slots.size else (0, 0)
+        if stop - first < slots.size:  # rows of few buffers: the same few blocks again and again
+            starts = self._blocks.permute(np.arange(first, stop)) * self.block_rows
+            return np.asarray(starts[slots - first] + offsets)
         return self._blocks.permute(slots) * self.block_rows + offsets
 
     def depths(self, places: Rows) -> Rows:
@@ -291,6 +295,8 @@ class BlockOrder:
 
     def _shuffle(self, buffers: Rows, local: Rows) -> Rows:
         """``local`` permuted, each with the key of its buffer."""
+        if buffers.size and buffers.min() == buffers.max():
+            return self._shuffle_one(int(buffers[0]), local)
         shuffled = np.empty_like(local)
         for size, members in self._by_size(buffers):
             numbers, which = np.unique(buffers[members], return_inverse=True)
@@ -302,6 +308,14 @@ class BlockOrder:
                 mine = members[which == place]
                 shuffled[mine] = _permute_piecewise(Permutation(size, key), local[mine])
         return shuffled
+
+    def _shuffle_one(self, buffer: int, local: Rows) -> Rows:
+        """The same of positions that are all in one buffer, as those of a large buffer mostly are."""
+        size = self.buffer_stop(buffer) - self._start(buffer) if buffer in self._odd_buffers() else self.buffer_rows
+        key = hash_positions(derive_key(self.seed, self.epoch, "buffers"), np.array([buffer]))
+        if size <= MAX_TABLE_ROWS:
+            return np.asarray(_sorted_table(key, size)[0, local])
+        return _permute_piecewise(Permutation(size, int(key[0])), local)
 
     def _by_size(self, buffers: Rows) -> Iterator[tuple[int, Rows]]:
         """Groups of positions whose buffers have as many rows; at most three differ: full, short block, last."""
