@@ -1,6 +1,8 @@
 """What the iterable fronts cost against the map-style data set, and a whole epoch in order against the wire itself.
 
-python benchmarks/fronts.py [--quick] [--json FILE] [--server embedded|redis]
+    python benchmarks/fronts.py [--quick] [--json FILE] [--server embedded|redis]
+
+`benchmarks/loader.py` runs it as well.
 """
 
 from __future__ import annotations
@@ -114,9 +116,9 @@ def bench_fronts(server: BenchServer, quick: bool, results: Results) -> None:
         write_dataset(td, server.url("fronts"), overwrite=True)
         by_shuffle.append(shuffled(server, label, num_rounds, results))
         by_order.append(in_order(server, label, td, num_rounds, results))
-    print(f"\n## {server.label}\n\nblock-shuffled batches of {BATCH}: time of the map-style data set's\n")
+    print(f"\nfronts, block-shuffled batches of {BATCH}: time of the map-style data set's\n")
     print(format_table(("rows of", "record B", "map-style rows/s", *FRONTS), by_shuffle))
-    print("\na whole epoch in order: share of the wire's speed (time beyond it a batch)\n")
+    print("\nfronts, a whole epoch in order: share of the wire's speed (time beyond it a batch)\n")
     print(format_table(("rows of", "record B", "wire us", *FRONTS), by_order))
     print(f"\n{GOALS}")
 
@@ -129,6 +131,7 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in describe_machine().items()))
     for kind in options.server or SERVER_KINDS:
         with bench_server(kind) as server:
+            print(f"\n## {server.label}")
             bench_fronts(server, options.quick, results)
     results.write(options.json)
 

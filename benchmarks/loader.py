@@ -36,6 +36,7 @@ from _bench import (
     format_table,
     interleave,
 )
+from fronts import bench_fronts
 from tensordict import TensorDict
 from tensordict.store import TensorDictStore
 from torch.utils.data import DataLoader
@@ -506,6 +507,7 @@ def main() -> None:
             bench_blocks(server, options.quick, results)
             bench_overlap(server, options.quick, results)
             bench_size(server, options.quick, results)
+            bench_fronts(server, options.quick, results)
     bench_first_batch(options.quick, results)
     results.write(options.json)
 

@@ -119,6 +119,12 @@ class ServerURL:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
+    def __copy__(self) -> ServerURL:
+        return self  # never changes; a pickle, which `copy` would go by, leaves the credentials out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServerURL:
+        return self
+
     def __str__(self) -> str:
         return f"{self.address}#{self.name}" if self.name else self.address
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 import pickle
@@ -179,6 +180,15 @@ def test_a_pickled_data_set_asks_for_its_password_anew(guarded: ServerProcess, m
         with pickle.loads(data) as copied, pytest.raises(AuthenticationError):
             copied[0]
         assert_same_rows(dataset[ROWS], TD.select("x")[ROWS])
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
+def test_a_copied_data_set_keeps_its_password(guarded: ServerProcess, make: Callable[[Any], Any]) -> None:
+    with RedisTDDataset(guarded.url("kept")) as dataset:
+        copied = make(dataset)
+        assert_same_rows(copied[ROWS], TD[ROWS])
+        copied.close()
+        assert_same_rows(dataset[ROWS], TD[ROWS])
 
 
 @pytest.mark.heavy
