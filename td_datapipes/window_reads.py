@@ -92,18 +92,19 @@ def group_reads(reader: RowReader, batches: list[BatchRead], max_bytes: int) -> 
     """
     groups: list[ReadGroup] = []
     for part in _parts(batches, max_bytes):
-        singly = [reader.plan(batch.rows) for batch in part]
         plan = reader.plan_together(np.concatenate([batch.rows for batch in part])) if len(part) > 1 else None
-        if plan is not None and _saves(plan, singly):
+        # The batches of a window are of a kind: two of them show what reading one by one would take.
+        if plan is not None and _saves(plan, [reader.plan(part[at].rows) for at in (0, -1)], len(part)):
             groups.append(ReadGroup(part, plan))
         else:
-            groups += [ReadGroup([batch], plan) for batch, plan in zip(part, singly, strict=True)]
+            groups += [ReadGroup([batch], reader.plan(batch.rows)) for batch in part]
     return groups
 
 
-def _saves(together: ReadPlan, singly: list[ReadPlan]) -> bool:
+def _saves(together: ReadPlan, some: list[ReadPlan], num_batches: int) -> bool:
     """Whether a common plan has clearly fewer ranges, or bytes: batches of adjacent rows are best read one by one."""
-    ranges, num_bytes = sum(plan.num_ranges for plan in singly), sum(plan.num_bytes for plan in singly)
+    ranges = sum(plan.num_ranges for plan in some) * num_batches / len(some)
+    num_bytes = sum(plan.num_bytes for plan in some) * num_batches / len(some)
     return 4 * together.num_ranges < 3 * ranges or 4 * together.num_bytes < 3 * num_bytes
 
 
