@@ -16,12 +16,14 @@ from td_datapipes.collate import register_collate
 
 if TYPE_CHECKING:
     from td_datapipes.appender import append_dataset
+    from td_datapipes.conversion import convert
     from td_datapipes.datapipes import RedisTDIterableDataset, RedisTDIterDataPipe
     from td_datapipes.datasets import RedisTDDataset
     from td_datapipes.dtensor_collate import DTensorCollate
     from td_datapipes.mixture import RedisTDMixture
     from td_datapipes.nodes import RedisTDReader
     from td_datapipes.placement import Placement
+    from td_datapipes.redis_tensordict import RedisTensorDict
     from td_datapipes.writer import write_dataset
 
 __all__ = [
@@ -32,7 +34,9 @@ __all__ = [
     "RedisTDIterableDataset",
     "RedisTDMixture",
     "RedisTDReader",
+    "RedisTensorDict",
     "append_dataset",
+    "convert",
     "write_dataset",
 ]
 
@@ -44,7 +48,9 @@ _HOMES = {
     "RedisTDIterableDataset": "td_datapipes.datapipes",
     "RedisTDMixture": "td_datapipes.mixture",
     "RedisTDReader": "td_datapipes.nodes",
+    "RedisTensorDict": "td_datapipes.redis_tensordict",
     "append_dataset": "td_datapipes.appender",
+    "convert": "td_datapipes.conversion",
     "write_dataset": "td_datapipes.writer",
 }
 

@@ -39,6 +39,7 @@ __all__ = [
     "publish",
     "stage",
     "sweep_appends",
+    "unlink_keys",
     "unstage",
 ]
 
@@ -109,7 +110,7 @@ def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes], *,
     """Take back a write that was not published: its chunks, and the word about it unless more chunks may yet come."""
 
     def command(client: redis.Redis) -> None:
-        _unlink(client, keys)
+        unlink_keys(client, keys)
         if forget:
             client.hdel(staged_key(name), staged_id)
 
@@ -158,7 +159,7 @@ def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SE
                 continue
             old = Manifest.from_json(text)
             if current is None or old.id != current.id:
-                _unlink(client, chain(chunk_keys(old), old.fence_keys))
+                unlink_keys(client, chain(chunk_keys(old), old.fence_keys))
             client.hdel(superseded_key(name), label)
             removed += 1
         return removed
@@ -176,8 +177,8 @@ def drop(server: Server, name: str) -> None:
 
     def command(client: redis.Redis) -> None:
         client.delete(manifest_key(name))
-        _unlink(client, chain(chunk_keys(manifest), manifest.fence_keys))
-        _unlink(client, [appender_key(name), appends_key(name)])
+        unlink_keys(client, chain(chunk_keys(manifest), manifest.fence_keys))
+        unlink_keys(client, [appender_key(name), appends_key(name)])
 
     server.call(f"removing {name!r}", command)
     sweep_appends(server, name, None)
@@ -213,13 +214,18 @@ def sweep_appends(server: Server, name: str, current: Manifest | None) -> None:
 
 
 def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
-    """The key of every chunk of a generation."""
+    """The key of every chunk of a generation, and of what else holds its rows."""
     for group, layout in enumerate(manifest.layouts):
         for chunk in range(layout.num_chunks(manifest.rows)):
             yield manifest.chunk_key(group, chunk)
+    for value in manifest.values:
+        yield manifest.value_key(value)
+    if manifest.kind == "mutable":
+        yield manifest.structure_key
 
 
-def _unlink(client: redis.Redis, keys: Iterable[bytes]) -> None:
+def unlink_keys(client: redis.Redis, keys: Iterable[bytes]) -> None:
+    """Remove keys, many at a time; the server frees their memory behind the scenes."""
     batch: list[bytes] = []
     for key in keys:
         batch.append(key)

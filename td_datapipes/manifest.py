@@ -10,7 +10,12 @@ key space or move a hash tag)::
     td:{N}:appender            who is appending; expires when that writer falls silent
     td:{N}:appends             how many have begun to append: each one's number
     td:{<id>.<shard>}:<group>:<chunk>   chunk <chunk> (8 hex digits) of group <group>; one hash tag a shard
+    td:{<id>.<shard>}:<label>:json      non-tensor values: one JSON text, or a hash of one a row
     td:{<id>.<shard>}:fence    the number of the latest appender; chunks of the shard refuse those of earlier ones
+
+A `mutable` data set has one shard, whose tag is ``N`` itself, so that one Lua call can change what describes it and
+what it holds. Its groups come and go, so their keys have a label that is never used again in place of the number, and
+``td:{N}:<id>:structure`` holds the generation, for writers and readers to check.
 
 A chunk holds whole records and `SPARE_BYTES` more. Where one record is longer than a chunk may be, it is cut into
 *pieces* of ``chunk_bytes`` and each piece is a chunk of its own: piece ``p`` of row ``r`` is chunk ``r * pieces + p``.
@@ -22,11 +27,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from td_datapipes.errors import SchemaError
-from td_datapipes.schema import Field, Group, Node, Schema
+from td_datapipes.schema import Field, Group, Key, Node, Schema
 
 __all__ = [
     "FORMAT_VERSION",
@@ -34,6 +39,7 @@ __all__ = [
     "SPARE_BYTES",
     "ChunkLayout",
     "Manifest",
+    "Value",
     "appender_key",
     "appends_key",
     "encode_name",
@@ -135,6 +141,35 @@ class ChunkLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Value:
+    """A non-tensor field.
+
+    Attributes:
+        key: its path.
+        per_row: whether each row has a value of its own; else all share one.
+        label: names it on the server.
+    """
+
+    key: Key
+    per_row: bool
+    label: str
+
+    @property
+    def kind(self) -> Literal["json", "json_rows"]:
+        """How it is stored: one text, or a hash of row number to text."""
+        return "json_rows" if self.per_row else "json"
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest stores it."""
+        return {"key": list(self.key), "per_row": self.per_row, "label": self.label}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Value:
+        """The inverse of `to_json`."""
+        return cls(key=tuple(data["key"]), per_row=bool(data["per_row"]), label=str(data["label"]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What describes one generation of a data set.
 
@@ -149,6 +184,10 @@ class Manifest:
         tags: hash tag of each shard; chunk ``c`` lies in shard ``c % len(tags)``.
         created: when it was published, ISO 8601 in UTC.
         complete: nothing will be appended any more.
+        labels: what stands for each group's number in its chunks' keys; None where it is the number.
+        values: the non-tensor fields.
+        unbatched: its one row is a TensorDict without batch dims.
+        device: where reads of a `RedisTensorDict` put tensors; empty for nowhere in particular.
     """
 
     name: str
@@ -161,16 +200,33 @@ class Manifest:
     tags: tuple[str, ...]
     created: str
     complete: bool = False
+    labels: tuple[str, ...] | None = None
+    values: tuple[Value, ...] = ()
+    unbatched: bool = False
+    device: str = ""
 
     @cached_property
     def _key_heads(self) -> tuple[tuple[bytes, ...], ...]:
-        return tuple(
-            tuple(b"td:{%s}:%d:" % (tag.encode(), group) for tag in self.tags) for group in range(len(self.layouts))
-        )
+        labels = tuple(map(str, range(len(self.layouts)))) if self.labels is None else self.labels
+        return tuple(tuple(f"td:{{{tag}}}:{label}:".encode() for tag in self.tags) for label in labels)
 
     def chunk_key(self, group: int, chunk: int) -> bytes:
         """The server's key of one chunk."""
         return b"%s%08x" % (self._key_heads[group][chunk % len(self.tags)], chunk)
+
+    @property
+    def others(self) -> tuple[Value, ...]:
+        """The fields that are no tensors."""
+        return self.values
+
+    def value_key(self, value: Value) -> bytes:
+        """The server's key of a non-tensor field."""
+        return f"td:{{{self.tags[0]}}}:{value.label}:json".encode()
+
+    @property
+    def structure_key(self) -> bytes:
+        """Where a `mutable` data set says which generation its chunks are of."""
+        return f"td:{{{self.tags[0]}}}:{self.id}:structure".encode()
 
     @property
     def fence_keys(self) -> list[bytes]:
@@ -225,6 +281,14 @@ class Manifest:
             "nodes": [node.to_json() for node in self.schema.nodes],
             "groups": groups,
         }
+        if self.labels is not None:
+            data["labels"] = list(self.labels)
+        if self.values:
+            data["values"] = [value.to_json() for value in self.values]
+        if self.unbatched:
+            data["unbatched"] = True
+        if self.device:
+            data["device"] = self.device
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
@@ -277,4 +341,8 @@ class Manifest:
             tags=tuple(data["tags"]),
             created=str(data["created"]),
             complete=bool(data.get("complete", False)),
+            labels=tuple(map(str, data["labels"])) if "labels" in data else None,
+            values=tuple(map(Value.from_json, data.get("values", ()))),
+            unbatched=bool(data.get("unbatched", False)),
+            device=str(data.get("device", "")),
         )

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
 
 from td_datapipes.cost import ReadCost
 from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, Rows, frame_headers, segment_addresses
-from td_datapipes.slabs import CoveringSlab, PeriodicSlab, Ranges, RunSlab, Slab
+from td_datapipes.slabs import ColumnSlab, CoveringSlab, PeriodicSlab, Ranges, RunSlab, Slab
 
 __all__ = ["STRATEGIES", "ReadPlan", "Strategy", "plan_read"]
 
@@ -81,13 +81,19 @@ def plan_read(
     if atomic:
         slab_bytes = 1 << 62
     max_gap_bytes = cost.max_gap_bytes
-    if strategy in ("auto", "covering") and _adjacent(rows) and spec.closed(max_gap_bytes):
-        return ReadPlan(num_rows=len(rows), slabs=tuple(_run_slabs(rows, spec, slab_bytes)), strategy="covering")
+    if strategy in ("auto", "covering") and _adjacent(rows):
+        if spec.closed(max_gap_bytes):
+            return ReadPlan(num_rows=len(rows), slabs=tuple(_run_slabs(rows, spec, slab_bytes)), strategy="covering")
+        if spec.closed_singly(max_gap_bytes):
+            runs = [_run_slabs(rows, spec, slab_bytes, only) for only in range(len(spec.segments))]
+            return ReadPlan(num_rows=len(rows), slabs=tuple(chain.from_iterable(runs)), strategy="covering")
     ordered = np.sort(rows)
     if strategy == "auto":
         strategy = _choose(ordered, spec, max_gap_bytes)
     if strategy == "pipelined":
         slabs = _pipelined_slabs(rows, ordered, spec, slab_bytes)
+    elif strategy == "lua" and spec.has_columns(int(ordered[-1])):
+        slabs = _column_slabs(rows, ordered, spec, slab_bytes, atomic=atomic)
     else:
         most = MAX_LUA_RANGES if strategy == "lua" and not atomic else None
         slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, as_table=strategy == "lua")
@@ -98,10 +104,11 @@ def _adjacent(rows: Rows) -> bool:
     return int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())
 
 
-def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
+def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int, only: int | None = None) -> Iterator[Slab]:
     """Adjacent rows, one range a slab."""
-    layout = spec.layouts[spec.segments[0].group]
-    low, high = spec.segments[0].start_bytes, spec.segments[-1].stop_bytes
+    segments = spec.segments if only is None else spec.segments[only : only + 1]
+    layout = spec.layouts[segments[0].group]
+    low, high = segments[0].start_bytes, segments[-1].stop_bytes
     most = max(1, max(slab_bytes, RUN_BYTES) // layout.stride_bytes)
     first, at = int(rows[0]), 0
     while at < len(rows):
@@ -114,6 +121,7 @@ def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
             start=within * layout.stride_bytes + low,
             length=(count - 1) * layout.stride_bytes + high - low,
             positions=slice(at, at + count),
+            only=only,
         )
         at += count
 
@@ -144,12 +152,26 @@ def _sorted_unique(rows: Rows) -> tuple[Rows | None, Rows]:
 
 def _pipelined_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
     """One range a row and segment, in the order asked for; a repeated row is asked for where it first appears."""
+    for part, positions, sources in _cut_as_asked(rows, ordered, max(1, slab_bytes // spec.period_bytes)):
+        yield PeriodicSlab(rows=part, spec=spec, positions=positions, sources=sources)
+
+
+def _column_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int, *, atomic: bool) -> Iterator[Slab]:
+    """One reply a segment, the rows in the order asked for."""
+    step = max(1, slab_bytes // spec.row_bytes)
+    if not atomic:
+        step = min(step, max(1, MAX_LUA_RANGES // len(spec.segments)))
+    for part, positions, sources in _cut_as_asked(rows, ordered, step):
+        yield ColumnSlab(rows=part, spec=spec, positions=positions, sources=sources)
+
+
+def _cut_as_asked(rows: Rows, ordered: Rows, step: int) -> Iterator[tuple[Rows, slice | Rows, Rows | None]]:
+    """Distinct rows in the order of their first appearance, so many at a time, and the positions they fill."""
     asked, fills = rows, None
     if bool((ordered[1:] == ordered[:-1]).any()):
         distinct, first, which = np.unique(rows, return_index=True, return_inverse=True)
         appearance = np.argsort(first)
         asked, fills = distinct[appearance], np.argsort(appearance)[which]
-    step = max(1, slab_bytes // spec.period_bytes)
     for start in range(0, len(asked), step):
         part = asked[start : start + step]
         positions: slice | Rows = slice(start, start + len(part))
@@ -157,7 +179,7 @@ def _pipelined_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int)
         if fills is not None:
             positions = np.nonzero((fills >= start) & (fills < start + step))[0]
             sources = fills[positions] - start
-        yield PeriodicSlab(rows=part, spec=spec, positions=positions, sources=sources)
+        yield part, positions, sources
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec, Rows, Segment
-from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab
+from td_datapipes.slabs import ColumnSlab, PeriodicSlab, RunSlab, Slab
 from td_datapipes.wire.scripts import load_script
 
 __all__ = ["RequestBuilder", "bulk"]
@@ -142,6 +142,8 @@ class RequestBuilder:
 
     def _script(self, slab: Slab) -> Iterable[bytes]:
         """One call that returns all ranges as a table; their numbers packed in one argument."""
+        if isinstance(slab, ColumnSlab):
+            return (self._columns(slab),)
         ranges = slab.ranges()
         codes: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
         keys, index = np.unique(codes, return_inverse=True)
@@ -150,3 +152,13 @@ class RequestBuilder:
         sha = load_script("read_ranges").sha.encode()
         head = b"*%d\r\n$7\r\nEVALSHA\r\n" % (4 + len(keys)) + bulk(sha) + bulk(b"%d" % len(keys))
         return (b"".join([head, *map(self._keys.__getitem__, keys.tolist()), bulk(packed.tobytes())]),)
+
+    def _columns(self, slab: ColumnSlab) -> bytes:
+        """One call that returns each segment's bytes of all rows."""
+        segments, layouts = slab.spec.segments, slab.spec.layouts
+        columns = [(layouts[s.group].stride_bytes, s.start_bytes, s.nbytes) for s in segments]
+        sha = load_script("read_columns").sha.encode()
+        head = b"*%d\r\n$7\r\nEVALSHA\r\n" % (5 + len(segments)) + bulk(sha) + bulk(b"%d" % len(segments))
+        keys = [self._keys[segment.group << _CHUNK_BITS] for segment in segments]
+        packed = slab.rows.astype("<u4").tobytes()
+        return b"".join([head, *keys, bulk(packed), bulk(np.array(columns, dtype="<u4").tobytes())])

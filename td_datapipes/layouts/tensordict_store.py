@@ -1,0 +1,321 @@
+"""The `tensordict_store` layout: what ``tensordict.store`` writes, one server string a leaf. Pure: no I/O.
+
+``TensorDictStore`` and ``LazyStackedTensorDictStore`` keep these keys for a store ``<td_id>`` in a namespace
+(``tensordict`` unless it was given another)::
+
+    <namespace>:{<td_id>}:d:<path>         the leaf's bytes, row after row; <path> joins the nested key with dots
+    <namespace>:{<td_id>}:m:<path>         hash: shape and dtype, or is_non_tensor and encoding
+    <namespace>:{<td_id>}:d:<path>:idx     offsets of the rows, where a lazy stack's rows differ in shape
+    <namespace>:{<td_id>}:__keys__         set of the paths
+    <namespace>:{<td_id>}:__batch_size__   JSON; __device__, __tensorclass__; of a lazy stack __type__, __count__,
+                                           __stack_dim__ and __inner_batch_size__ in its place
+
+Seen as a layout, each tensor leaf is a group of its own whose records are the leaf's rows, all in one chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from td_datapipes.errors import SchemaError
+from td_datapipes.manifest import ChunkLayout
+from td_datapipes.schema import Field, Group, Key, Node, Schema, dtype_from_name, format_key
+
+__all__ = [
+    "DEFAULT_NAMESPACE",
+    "KEY_SEPARATOR",
+    "StoreDescription",
+    "StoredLeaf",
+    "TensorDictStoreLayout",
+    "describe_store",
+    "leaf_path",
+    "parse_leaf",
+    "store_candidates",
+    "store_key",
+]
+
+DEFAULT_NAMESPACE = "tensordict"
+KEY_SEPARATOR = "."
+"""Between the parts of a nested key: a part cannot contain it."""
+
+LeafKind = Literal["tensor", "ragged", "json", "json_array", "pickle"]
+
+
+def store_key(namespace: str, td_id: str, suffix: str) -> bytes:
+    """The server's key of one thing of a store."""
+    return f"{namespace}:{{{td_id}}}:{suffix}".encode()
+
+
+def store_candidates(name: str) -> Iterator[tuple[str, str]]:
+    """The namespace and id a data set's name may stand for: ``td_id``, or ``namespace:td_id``."""
+    yield DEFAULT_NAMESPACE, name
+    for at, character in enumerate(name):
+        if character == ":" and 0 < at < len(name) - 1:
+            yield name[:at], name[at + 1 :]
+
+
+def leaf_path(key: Key) -> str:
+    """A key as the store spells it.
+
+    Raises:
+        SchemaError: a part has a dot in it, which this layout cannot tell from nesting.
+    """
+    for part in key:
+        if KEY_SEPARATOR in part:
+            raise SchemaError(
+                f"the layout tensordict_store cannot hold the key {format_key(key)}: it joins nested keys with "
+                f"{KEY_SEPARATOR!r}, so {part!r} would be taken for a nested one; rename it, or use the layout records"
+            )
+    return KEY_SEPARATOR.join(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLeaf:
+    """One leaf as its metadata say.
+
+    Attributes:
+        key: its path.
+        path: the same as the store spells it.
+        kind: ``tensor``; ``ragged`` where the rows of a lazy stack differ; or how a non-tensor value is encoded.
+        dtype: of a tensor.
+        shape: of all of it, batch dims included; of ``ragged`` ones the first row's, with the number of rows before it.
+        shapes: of each row, for ``ragged`` ones.
+        marks: ``(name, value)`` of the metadata that must not change while it is read.
+    """
+
+    key: Key
+    path: str
+    kind: LeafKind
+    dtype: torch.dtype = torch.uint8
+    shape: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    marks: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a dense tensor's string."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of each row of a ragged leaf."""
+        return tuple(math.prod(shape) * self.dtype.itemsize for shape in self.shapes)
+
+    def __str__(self) -> str:
+        return f"{format_key(self.key)}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def parse_leaf(path: str, metadata: Mapping[bytes, bytes]) -> StoredLeaf:
+    """A leaf from its metadata hash.
+
+    Raises:
+        SchemaError: metadata that ``TensorDictStore`` does not write.
+    """
+    key = tuple(path.split(KEY_SEPARATOR))
+    try:
+        if metadata.get(b"is_non_tensor") == b"1":
+            encoding = metadata.get(b"encoding", b"json").decode()
+            kind: LeafKind = encoding if encoding in ("json", "json_array") else "pickle"  # type: ignore[assignment]
+            return StoredLeaf(key=key, path=path, kind=kind)
+        dtype = dtype_from_name(metadata[b"dtype"].decode().removeprefix("torch."))
+        shape = tuple(json.loads(metadata[b"shape"]))
+        marks = ((b"shape", metadata[b"shape"]), (b"dtype", metadata[b"dtype"]))
+        if metadata.get(b"homogeneous", b"1") == b"1":
+            return StoredLeaf(key=key, path=path, kind="tensor", dtype=dtype, shape=shape, marks=marks)
+        shapes = tuple(tuple(item) for item in json.loads(metadata[b"shapes"]))
+        return StoredLeaf(key=key, path=path, kind="ragged", dtype=dtype, shape=shape, shapes=shapes, marks=marks)
+    except (KeyError, ValueError, TypeError) as error:
+        raise SchemaError(
+            f"the metadata of leaf {path!r} are not what TensorDictStore writes ({error!r}): {dict(metadata)!r}"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreDescription:
+    """What is known of a store: stands where a `Manifest` does for a data set of the `records` layout.
+
+    Attributes:
+        name: as in the URL's fragment.
+        namespace, td_id: where its keys are.
+        batch_size: as upstream shows it; its leading dim counts rows.
+        stack_dim: of a lazy stack, else None.
+        device: as it was stored; empty for none.
+        tensorclass: the stored path of a class, or empty.
+        leaves: all of them, sorted by path.
+        schema: the dense tensors.
+        layouts: one a group.
+    """
+
+    name: str
+    namespace: str
+    td_id: str
+    batch_size: tuple[int, ...]
+    stack_dim: int | None
+    device: str
+    tensorclass: str
+    leaves: tuple[StoredLeaf, ...]
+    schema: Schema
+    layouts: tuple[ChunkLayout, ...]
+
+    kind = "mutable"
+    generation = 1
+    complete = True
+    created = "written by TensorDictStore"
+
+    @property
+    def id(self) -> str:
+        """Its keys' common part."""
+        return f"{self.namespace}:{{{self.td_id}}}"
+
+    @property
+    def rows(self) -> int:
+        """The leading batch dim; 1 where there is none."""
+        return self.batch_size[0] if self.batch_size else 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells this store's rows from others'. Nothing on the server says whether values were written anew."""
+        told = [self.id, *map(str, self.batch_size), *(f"{leaf} {leaf.kind}" for leaf in self.leaves)]
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+
+    @cached_property
+    def leaf_of(self) -> dict[Key, StoredLeaf]:
+        """Leaves by key."""
+        return {leaf.key: leaf for leaf in self.leaves}
+
+    @property
+    def others(self) -> tuple[StoredLeaf, ...]:
+        """The leaves that are no field: non-tensor values, and tensors whose rows differ in shape."""
+        return tuple(leaf for leaf in self.leaves if leaf.kind != "tensor")
+
+    def data_key(self, path: str) -> bytes:
+        """Where a leaf's bytes are."""
+        return store_key(self.namespace, self.td_id, f"d:{path}")
+
+    def meta_key(self, path: str) -> bytes:
+        """Where a leaf's metadata are."""
+        return store_key(self.namespace, self.td_id, f"m:{path}")
+
+    def key(self, suffix: str) -> bytes:
+        """Where something of the whole store is."""
+        return store_key(self.namespace, self.td_id, suffix)
+
+    def chunk_key(self, group: int, chunk: int) -> bytes:
+        """The server's key of a leaf."""
+        del chunk  # there is one
+        return self.data_key(KEY_SEPARATOR.join(self.schema.groups[group].fields[0].key))
+
+    def difference(self, other: StoreDescription | None) -> str:
+        """In words, the first leaf in which what was opened differs from what is there now; empty where none does."""
+        if other is None:
+            return "it has been removed"
+        if self.batch_size != other.batch_size:
+            return f"its batch size was {list(self.batch_size)} and is {list(other.batch_size)} now"
+        for key in dict.fromkeys((*self.leaf_of, *other.leaf_of)):
+            mine, theirs = self.leaf_of.get(key), other.leaf_of.get(key)
+            if mine is None:
+                continue  # a new leaf takes nothing away from those that are read
+            if theirs is None:
+                return f"field {format_key(key)} has been removed"
+            if (mine.kind, mine.dtype, mine.shape, mine.shapes) != (
+                theirs.kind,
+                theirs.dtype,
+                theirs.shape,
+                theirs.shapes,
+            ):
+                return f"field {mine} of then is {theirs} now"
+        return ""
+
+
+def describe_store(
+    name: str,
+    namespace: str,
+    td_id: str,
+    *,
+    batch_size: tuple[int, ...],
+    leaves: tuple[StoredLeaf, ...],
+    stack_dim: int | None = None,
+    device: str = "",
+    tensorclass: str = "",
+) -> StoreDescription:
+    """Put a store's description together. Arguments as the attributes of `StoreDescription`.
+
+    Raises:
+        SchemaError: a leaf whose shape does not begin with the batch size, or that is both a leaf and a node.
+    """
+    leaves = tuple(sorted(leaves, key=lambda leaf: leaf.path))
+    rows = batch_size[0] if batch_size else 1
+    dense = [leaf for leaf in leaves if leaf.kind == "tensor"]
+    groups = [_group(leaf, batch_size) for leaf in dense]
+    prefixes = dict.fromkeys(leaf.key[:depth] for leaf in leaves for depth in range(1, len(leaf.key)))
+    for leaf in leaves:
+        if leaf.key in prefixes:
+            raise SchemaError(
+                f"store {td_id!r} has {leaf.path!r} both as a leaf and with leaves below it: a key with a dot in it "
+                f"was written beside a nested one, and TensorDictStore cannot tell them apart; delete one of them"
+            )
+    nodes = [Node(key=key, batch_shape=tuple(batch_size[1:])) for key in ((), *prefixes)]
+    return StoreDescription(
+        name=name,
+        namespace=namespace,
+        td_id=td_id,
+        batch_size=batch_size,
+        stack_dim=stack_dim,
+        device=device,
+        tensorclass=tensorclass,
+        leaves=leaves,
+        schema=Schema(groups=tuple(groups), nodes=tuple(nodes)),
+        layouts=tuple(_one_chunk(group.stride_bytes, rows) for group in groups),
+    )
+
+
+def _group(leaf: StoredLeaf, batch_size: tuple[int, ...]) -> Group:
+    if leaf.shape[: len(batch_size)] != batch_size:
+        raise SchemaError(
+            f"leaf {leaf} does not begin with the batch size {list(batch_size)} of its store; read it with "
+            f"TensorDictStore, or leave it out with fields="
+        )
+    row_shape = leaf.shape[1:] if batch_size else leaf.shape
+    nbytes = math.prod(row_shape) * leaf.dtype.itemsize
+    field = Field(key=leaf.key, dtype=leaf.dtype, shape=row_shape, offset_bytes=0)
+    return Group(fields=(field,), record_bytes=nbytes, stride_bytes=nbytes)
+
+
+def _one_chunk(row_bytes: int, rows: int) -> ChunkLayout:
+    return ChunkLayout(stride_bytes=row_bytes, records_per_chunk=max(rows, 1), pieces=1, piece_bytes=row_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDictStoreLayout:
+    """A store seen as a `Layout`. Rows are asked for at their exact length: nothing stands behind the last one."""
+
+    description: StoreDescription
+    spare_bytes: int = 0
+    alignment_bytes: int = 1
+
+    @property
+    def schema(self) -> Schema:
+        """Fields, groups and nodes."""
+        return self.description.schema
+
+    @property
+    def rows(self) -> int:
+        """The leading batch dim."""
+        return self.description.rows
+
+    @property
+    def chunk_layouts(self) -> tuple[ChunkLayout, ...]:
+        """One chunk a leaf."""
+        return self.description.layouts
+
+    def chunk_key(self, group: int, chunk: int) -> bytes:
+        """The server's key of a leaf."""
+        return self.description.chunk_key(group, chunk)

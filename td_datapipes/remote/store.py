@@ -1,0 +1,223 @@
+"""A tree in the layout `tensordict_store`: what ``TensorDictStore`` wrote, kept so that it can read it on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from td_datapipes.errors import SchemaError
+from td_datapipes.extras import decode_value
+from td_datapipes.layouts.tensordict_store import StoreDescription, StoredLeaf, leaf_path
+from td_datapipes.remote.staging import nested_dict
+from td_datapipes.remote.tree import Entry, Tree
+from td_datapipes.remote.values import OneValue, RowValues, encode_value
+from td_datapipes.schema import Group, Key, Node, Schema, format_key
+from td_datapipes.store_writer import StoreWriter, check_string_limit, leaf_metadata, tensor_bytes, value_metadata
+from td_datapipes.wire.server import Server
+from td_datapipes.writer import persist
+
+__all__ = ["StoreTree", "create_store"]
+
+
+def create_store(
+    server: Server,
+    *,
+    rows: int,
+    root: Node,
+    unbatched: bool,
+    device: str,
+    overwrite: bool,
+    entries: Mapping[Key, Entry],
+) -> StoreTree:
+    """Write a store with these entries, in one step. Arguments as for `create_records`.
+
+    Raises:
+        SchemaError: a key this layout cannot hold.
+        ValueTooLargeError: a field longer than the server takes in one string. Nothing is written then.
+        DatasetExistsError: there is one of that name, and `overwrite` is not set.
+    """
+    batch_size = root.batch_shape if unbatched else (rows, *root.batch_shape)
+    tensors = {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
+    if unbatched:
+        tensors = {key: tensor.unsqueeze(0) for key, tensor in tensors.items()}
+    values = {key: _value(entry) for key, entry in entries.items() if isinstance(entry, OneValue | RowValues)}
+    groups = [Group.pack([(key, tensor.dtype, tuple(tensor.shape[1:]))]) for key, tensor in tensors.items()]
+    schema = Schema(groups=tuple(groups), nodes=(root,))
+    for key in values:
+        leaf_path(key)
+    writer = StoreWriter(server, server.url.name, schema, batch_size, device=device, tensorclass=root.type)
+    try:
+        writer.add(TensorDict(nested_dict(tensors), batch_size=[rows]))
+        writer.add_values(values)
+        description = writer.publish(overwrite=overwrite)
+    except BaseException:
+        writer.undo()
+        raise
+    persist(server)
+    return StoreTree(server, description, allow_pickle=False)
+
+
+def _value(entry: OneValue | RowValues) -> tuple[str, Any]:
+    return ("json_array", list(entry.values)) if isinstance(entry, RowValues) else ("json", entry.value)
+
+
+class StoreTree(Tree):
+    """Entries of a store. Every change is one transaction, like upstream's own."""
+
+    description: StoreDescription
+
+    @property
+    def unbatched(self) -> bool:
+        return not self.description.batch_size
+
+    @property
+    def batch_size(self) -> tuple[int, ...]:
+        return self.description.batch_size
+
+    def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
+        found = []
+        for key in keys:
+            leaf = self.description.leaf_of[key]
+            marks = dict(leaf.marks)
+            found.append((self.description.meta_key(leaf.path), b"#%b\n%b" % (marks[b"shape"], marks[b"dtype"])))
+        return found
+
+    def put(self, entries: Mapping[Key, Entry], nodes: Sequence[Node] = (), gone: Iterable[Key] = ()) -> None:
+        del nodes  # they are what leaves have in common; an empty one cannot be stored
+        for key in gone:
+            self.delete(key)
+        stay = {key: entry for key, entry in entries.items() if self._fits(key, entry)}
+        fresh = {key: entry for key, entry in entries.items() if key not in stay}
+        if fresh:
+            self._set(fresh)
+        if stay:
+            self.write_rows({key: self.as_rows(entry) for key, entry in stay.items()}, None)
+
+    def _fits(self, key: Key, entry: Entry) -> bool:
+        leaf = self.description.leaf_of.get(key)
+        return (
+            leaf is not None
+            and leaf.kind == "tensor"
+            and isinstance(entry, torch.Tensor)
+            and (leaf.dtype, leaf.shape) == (entry.dtype, tuple(entry.shape))
+        )
+
+    def _set(self, entries: Mapping[Key, Entry]) -> None:
+        paths = {key: leaf_path(key) for key in entries}
+        self._check_nesting(entries)
+        stored = {
+            key: (tensor_bytes(entry), leaf_metadata(tuple(entry.shape), entry.dtype))
+            if isinstance(entry, torch.Tensor)
+            else _encoded(key, entry)
+            for key, entry in entries.items()
+        }
+        for key, (data, _) in stored.items():
+            check_string_limit(self.server, key, len(data))
+        lazy = {"homogeneous": "1", "layout": "stack"} if self.description.stack_dim is not None else {}
+
+        def command(client: Any) -> None:
+            pipe = client.pipeline(transaction=True)
+            for key, (data, metadata) in stored.items():
+                pipe.set(self.description.data_key(paths[key]), data)
+                pipe.delete(self.description.meta_key(paths[key]))
+                pipe.hset(self.description.meta_key(paths[key]), mapping={**metadata, **lazy})
+                pipe.sadd(self.description.key("__keys__"), paths[key])
+            pipe.execute()
+
+        self.call(f"writing to {self.description.name!r}", command)
+        self.refresh()
+
+    def _check_nesting(self, entries: Iterable[Key]) -> None:
+        """Upstream cannot tell a leaf from a node of the same name: one has to go first."""
+        everything = {*self.description.leaf_of, *entries}
+        for key in entries:
+            above = [key[:depth] for depth in range(1, len(key)) if key[:depth] in everything]
+            below = [other for other in everything if len(other) > len(key) and other[: len(key)] == key]
+            for other in above + below:
+                raise SchemaError(
+                    f"{format_key(key)} cannot be set beside {format_key(other)}: one would be a tensor and a node at "
+                    f"once; delete the other first"
+                )
+
+    def put_values(self, key: Key, values: Mapping[int, Any]) -> None:
+        leaf = self.description.leaf_of.get(key)
+        found: list[Any] = [None] * self.rows
+        if leaf is not None:
+            data = self.call(f"reading {format_key(key)}", lambda c: c.get(self.description.data_key(leaf.path)))
+            if leaf.kind == "pickle":
+                raise SchemaError(f"{format_key(key)} is pickled; set the whole entry to write it as JSON")
+            one = decode_value(data or b"null", "json")
+            found = one if leaf.kind == "json_array" and isinstance(one, list) else [one] * self.rows
+        for row, value in values.items():
+            found[row] = value
+        self._set({key: RowValues(tuple(found))})
+
+    def _leaves_below(self, key: Key) -> list[StoredLeaf]:
+        return [leaf for leaf in self.description.leaves if leaf.key[: len(key)] == key]
+
+    def delete(self, key: Key) -> None:
+        gone = self._leaves_below(key)
+
+        def command(client: Any) -> None:
+            pipe = client.pipeline(transaction=True)
+            for leaf in gone:
+                pipe.unlink(self.description.data_key(leaf.path), self.description.key(f"d:{leaf.path}:idx"))
+                pipe.unlink(self.description.meta_key(leaf.path))
+                pipe.srem(self.description.key("__keys__"), leaf.path)
+            pipe.execute()
+
+        if gone:
+            self.call(f"deleting {format_key(key)}", command)
+            self.refresh()
+
+    def rename(self, old: Key, new: Key) -> None:
+        moves = [(leaf, leaf_path(new + leaf.key[len(old) :])) for leaf in self._leaves_below(old)]
+        if new != old:
+            self.delete(new)
+
+        def command(client: Any) -> None:
+            pipe = client.pipeline(transaction=True)
+            for leaf, path in moves:
+                pipe.rename(self.description.data_key(leaf.path), self.description.data_key(path))
+                pipe.rename(self.description.meta_key(leaf.path), self.description.meta_key(path))
+                if leaf.kind == "ragged":
+                    idx = self.description.key(f"d:{leaf.path}:idx")
+                    pipe.rename(idx, self.description.key(f"d:{path}:idx"))
+                pipe.srem(self.description.key("__keys__"), leaf.path)
+                pipe.sadd(self.description.key("__keys__"), path)
+            pipe.execute()
+
+        if moves and new != old:
+            self.call(f"renaming {format_key(old)}", command)
+            self.refresh()
+
+    def set_node(self, node: Node) -> None:
+        if node.key:
+            raise SchemaError(
+                f"the layout tensordict_store keeps no batch size of {format_key(node.key)}: it is the root's; use the "
+                f"layout records, or to_local()"
+            )
+        shape = node.batch_shape if self.unbatched else (self.rows, *node.batch_shape)
+        if shape != self.batch_size:
+            text = json.dumps(list(shape))
+            self.call("changing the batch size", lambda c: c.set(self.description.key("__batch_size__"), text))
+            self._take(replace(self.description, batch_size=tuple(shape)))
+            self.refresh()
+
+    def set_device(self, device: str) -> None:
+        self.call("changing the device", lambda client: client.set(self.description.key("__device__"), device))
+        self.refresh()
+
+    def clear(self) -> None:
+        for key in {leaf.key[:1] for leaf in self.description.leaves}:
+            self.delete(key)
+
+
+def _encoded(key: Key, entry: OneValue | RowValues) -> tuple[bytes, dict[str, str]]:
+    encoding, value = _value(entry)
+    return encode_value(key, value).encode(), value_metadata(encoding)
