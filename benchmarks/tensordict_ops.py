@@ -60,11 +60,11 @@ def assign(where: str, value: str) -> Operation:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "keys": lambda td, draw: list(td.keys(True, True)),
+    "keys": lambda td, _: list(td.keys(True, True)),
     "get": lambda td, draw: td[draw.key],
     "set": lambda td, draw: td.set(draw.key, draw.whole),
-    "items": lambda td, draw: dict(td.items()),
-    "to_tensordict": lambda td, draw: td.to_tensordict(),
+    "items": lambda td, _: dict(td.items()),
+    "to_tensordict": lambda td, _: td.to_tensordict(),
     "read int": lambda td, draw: td[draw.row],
     "read slice": lambda td, draw: td[draw.run],
     "read step": lambda td, draw: td[draw.stepped],
@@ -86,7 +86,8 @@ def measure(server: BenchServer, label: str, td: TensorDict, rounds: int, result
     """Print a table of one kind of rows."""
     store = TensorDictStore.from_tensordict(td, **server.dial_options)
     remote = {
-        layout: RedisTensorDict.from_tensordict(td, server.url(f"{label} {layout}"), layout=layout) for layout in LAYOUTS
+        layout: RedisTensorDict.from_tensordict(td, server.url(f"{label} {layout}"), layout=layout)
+        for layout in LAYOUTS
     }
     table = []
     try:
@@ -101,7 +102,9 @@ def measure(server: BenchServer, label: str, td: TensorDict, rounds: int, result
                 goal = 5.0 if name in SCATTERED else 1.0
                 row += [f"{timed.median(layout) * 1e3:.2f}", f"{ratio:.1f}" + ("" if ratio >= goal else " (!)")]
                 seconds = timed.median(layout)
-                results.add(server=server.label, rows=label, operation=name, layout=layout, seconds=seconds, ratio=ratio)
+                results.add(
+                    server=server.label, rows=label, operation=name, layout=layout, seconds=seconds, ratio=ratio
+                )
             table.append(row)
     finally:
         store.clear_redis()

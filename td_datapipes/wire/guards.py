@@ -21,25 +21,32 @@ class Guard:
 
     Data of another shape or dtype may be as long as what was asked for. The request comes after the ranges: where it
     is answered as before, the ranges were answered before anything changed.
+
+    Attributes:
+        request: one command or several.
+        reply: its bytes.
+        num_replies: in it, heads of lists counted as replies of their own.
     """
 
     request: bytes
     reply: bytes
+    num_replies: int
 
     @classmethod
     def of_string(cls, key: bytes, value: bytes) -> Guard:
         """A string that must have this value."""
-        return cls(request=b"*2\r\n$3\r\nGET\r\n" + bulk(key), reply=bulk(value))
+        return cls(request=b"*2\r\n$3\r\nGET\r\n" + bulk(key), reply=bulk(value), num_replies=1)
 
     @classmethod
     def of_hashes(cls, wanted: Iterable[tuple[bytes, Sequence[tuple[bytes, bytes]]]]) -> Guard:
         """Fields of hashes that must have these values: ``(key, [(field, value), ...])``."""
-        request, reply = [], []
+        request, reply, num_replies = [], [], 0
         for key, fields in wanted:
             request.append(b"*%d\r\n$5\r\nHMGET\r\n" % (2 + len(fields)) + bulk(key))
             request += [bulk(name) for name, _ in fields]
             reply.append(b"*%d\r\n" % len(fields) + b"".join(bulk(value) for _, value in fields))
-        return cls(request=b"".join(request), reply=b"".join(reply))
+            num_replies += 1 + len(fields)
+        return cls(request=b"".join(request), reply=b"".join(reply), num_replies=num_replies)
 
 
 class GuardExchange:

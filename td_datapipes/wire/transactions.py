@@ -212,5 +212,3 @@ def _joined(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
         else:
             run.append(part)
     return [*made, b"".join(run)]
-
-
