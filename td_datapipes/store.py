@@ -334,7 +334,7 @@ def _guard_of(description: Description, fields: Sequence[Field]) -> Guard | None
             return None
         return Guard.of_string(description.structure_key, b"%d" % description.generation)
     leaves = [description.leaf_of[field.key] for field in fields if field.nbytes]
-    return Guard.of_hashes((description.meta_key(leaf.path), leaf.marks) for leaf in leaves)
+    return Guard.of_hashes((description.meta_key(leaf.path), leaf.expected) for leaf in leaves)
 
 
 def _load_scripts(client: redis.Redis) -> None:

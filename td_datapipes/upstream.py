@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
 from typing import Any
 
 import redis
 
 from td_datapipes.catalog import find_manifest, load_manifest
-from td_datapipes.errors import SchemaError
+from td_datapipes.errors import DatasetNotFoundError
 from td_datapipes.layouts.tensordict_store import (
     StoreDescription,
-    StoredLeaf,
     describe_store,
     parse_leaf,
     store_candidates,
     store_key,
+    store_name,
 )
 from td_datapipes.manifest import Manifest
 from td_datapipes.wire.server import Server
 
-__all__ = ["Description", "describe", "find_description", "find_store", "open_description"]
+__all__ = ["Description", "describe", "find_description", "find_store", "list_stores", "open_description"]
 
 Description = Manifest | StoreDescription
 """What is known of a data set, whichever layout it is in."""
 
 _GLOBALS = ("__batch_size__", "__type__", "__count__", "__stack_dim__", "__inner_batch_size__", "__device__")
+_SEARCH_SECONDS = 1.0
+_SHOWN_STORES = 20
 
 
 def open_description(server: Server, name: str) -> Description:
@@ -36,7 +38,15 @@ def open_description(server: Server, name: str) -> Description:
         DatasetNotFoundError, InterruptedWriteError: neither is there.
         SchemaError: it cannot be read as rows; the message names the leaf.
     """
-    return find_description(server, name) or load_manifest(server, name)
+    found = find_description(server, name)
+    if found is not None:
+        return found
+    try:
+        return load_manifest(server, name)
+    except DatasetNotFoundError as error:
+        stores = list_stores(server)
+        known = ", ".join(map(repr, stores[:_SHOWN_STORES])) + (", ..." if len(stores) > _SHOWN_STORES else "")
+        raise DatasetNotFoundError(f"{error}; TensorDictStore wrote {known}" if stores else str(error)) from None
 
 
 def find_description(server: Server, name: str) -> Description | None:
@@ -58,6 +68,21 @@ def find_store(server: Server, name: str) -> StoreDescription | None:
 
     found = server.call(f"looking for {name!r}", command)
     return describe(server, name, *candidates[found[0]]) if found else None
+
+
+def list_stores(server: Server) -> list[str]:
+    """Names of what ``TensorDictStore`` wrote, sorted. It keeps no list, so keys are looked through for a second."""
+    until = time.monotonic() + _SEARCH_SECONDS
+
+    def command(client: Any) -> list[str]:
+        names, cursor = set(), 0
+        while True:
+            cursor, keys = client.scan(cursor, match="*:{*}:__*__", count=1000)
+            names |= {name for key in keys if (name := store_name(key)) is not None}
+            if not cursor or time.monotonic() > until:
+                return sorted(names)
+
+    return server.call("looking for what TensorDictStore wrote", command)
 
 
 def describe(server: Server, name: str, namespace: str, td_id: str) -> StoreDescription | None:
@@ -83,36 +108,26 @@ def describe(server: Server, name: str, namespace: str, td_id: str) -> StoreDesc
     stored = dict(zip((*_GLOBALS, "__tensorclass__"), values, strict=True))
     if stored["__batch_size__"] is None and stored["__type__"] is None:
         return None
+    batch_size, stack_dim = _batch_size(stored)
     # A leaf that was deleted in between has no metadata any more.
-    leaves = [parse_leaf(path, found) for path, found in zip(paths, metadata, strict=True) if found]
-    batch_size, stack_dim = _batch_size(stored, td_id, leaves)
+    found = [(path, entry) for path, entry in zip(paths, metadata, strict=True) if entry]
     return describe_store(
         name,
         namespace,
         td_id,
         batch_size=batch_size,
         stack_dim=stack_dim,
-        leaves=tuple(leaves),
+        leaves=tuple(parse_leaf(path, entry, batch_size, stack_dim) for path, entry in found),
         device=(stored["__device__"] or b"").decode(),
         tensorclass=(stored["__tensorclass__"] or b"").decode(),
     )
 
 
-def _batch_size(
-    stored: dict[str, bytes | None], td_id: str, leaves: Sequence[StoredLeaf]
-) -> tuple[tuple[int, ...], int | None]:
+def _batch_size(stored: dict[str, bytes | None]) -> tuple[tuple[int, ...], int | None]:
     """The batch size, and the stack dim of a lazy stack."""
     if stored["__type__"] is None:
         return tuple(json.loads(stored["__batch_size__"] or b"[]")), None
     inner = list(json.loads(stored["__inner_batch_size__"] or b"[]"))
     count, stack_dim = int(stored["__count__"] or 0), int(stored["__stack_dim__"] or 0)
     position = stack_dim if stack_dim >= 0 else max(len(inner) + stack_dim, 0)
-    batch_size = (*inner[:position], count, *inner[position:])
-    # Its elements lie one behind the other. Where they are stacked along a later dim, rows lie in pieces.
-    if position and leaves and any(leaf.shape[: len(batch_size)] != batch_size for leaf in leaves):
-        raise SchemaError(
-            f"store {td_id!r} is a lazy stack along dim {position}: its rows, the leading dim, lie in {count} places "
-            f"each. Open it with LazyStackedTensorDictStore.from_store and write_dataset what to_tensordict() gives, "
-            f"or stack along dim 0"
-        )
-    return batch_size, position
+    return (*inner[:position], count, *inner[position:]), position

@@ -4,13 +4,16 @@
 (``tensordict`` unless it was given another)::
 
     <namespace>:{<td_id>}:d:<path>         the leaf's bytes, row after row; <path> joins the nested key with dots
-    <namespace>:{<td_id>}:m:<path>         hash: shape and dtype, or is_non_tensor and encoding
+    <namespace>:{<td_id>}:m:<path>         hash: shape and dtype, or is_non_tensor and encoding; of a lazy stack also
+                                           homogeneous, layout and, where its rows differ in shape, shapes
     <namespace>:{<td_id>}:d:<path>:idx     offsets of the rows, where a lazy stack's rows differ in shape
     <namespace>:{<td_id>}:__keys__         set of the paths
     <namespace>:{<td_id>}:__batch_size__   JSON; __device__, __tensorclass__; of a lazy stack __type__, __count__,
                                            __stack_dim__ and __inner_batch_size__ in its place
 
-Seen as a layout, each tensor leaf is a group of its own whose records are the leaf's rows, all in one chunk.
+Seen as a layout, each tensor leaf is a group of its own whose records are the leaf's rows, all in one chunk. What does
+not lie so (values that are no tensors, rows that differ in shape, elements stacked along a later dim) is no field of
+the schema: see `td_datapipes.extras`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -40,13 +43,17 @@ __all__ = [
     "parse_leaf",
     "store_candidates",
     "store_key",
+    "store_name",
+    "value_kind",
 ]
 
 DEFAULT_NAMESPACE = "tensordict"
 KEY_SEPARATOR = "."
 """Between the parts of a nested key: a part cannot contain it."""
 
-LeafKind = Literal["tensor", "ragged", "json", "json_array", "pickle"]
+LeafKind = Literal["tensor", "stacked", "ragged", "json", "json_array", "pickle"]
+_MARKS = (b"shape", b"dtype", b"is_non_tensor", b"homogeneous", b"layout")
+"""Metadata that say what a tensor's bytes mean. A value written over a tensor leaves its shape and dtype there."""
 
 
 def store_key(namespace: str, td_id: str, suffix: str) -> bytes:
@@ -60,6 +67,15 @@ def store_candidates(name: str) -> Iterator[tuple[str, str]]:
     for at, character in enumerate(name):
         if character == ":" and 0 < at < len(name) - 1:
             yield name[:at], name[at + 1 :]
+
+
+def store_name(key: bytes) -> str | None:
+    """The name a store can be opened by, from the key of its batch size or type; None for any other key."""
+    head, _, suffix = key.decode(errors="replace").rpartition("}:")
+    namespace, opened, td_id = head.partition(":{")
+    if suffix not in ("__batch_size__", "__type__") or not opened:
+        return None
+    return td_id if namespace == DEFAULT_NAMESPACE else f"{namespace}:{td_id}"
 
 
 def leaf_path(key: Key) -> str:
@@ -84,11 +100,14 @@ class StoredLeaf:
     Attributes:
         key: its path.
         path: the same as the store spells it.
-        kind: ``tensor``; ``ragged`` where the rows of a lazy stack differ; or how a non-tensor value is encoded.
+        kind: ``tensor``; of a lazy stack ``stacked`` where its elements lie one behind the other though they are
+            stacked along a later dim, and ``ragged`` where its rows differ; or how a non-tensor value is encoded.
         dtype: of a tensor.
-        shape: of all of it, batch dims included; of ``ragged`` ones the first row's, with the number of rows before it.
+        shape: of all of it as stored, batch dims included; of ``ragged`` ones the first row's, with the number of rows
+            before it.
         shapes: of each row, for ``ragged`` ones.
         marks: ``(name, value)`` of the metadata that must not change while it is read.
+        absent: names of metadata that must not come while it is read.
     """
 
     key: Key
@@ -98,6 +117,12 @@ class StoredLeaf:
     shape: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     marks: tuple[tuple[bytes, bytes], ...] = ()
+    absent: tuple[bytes, ...] = ()
+
+    @property
+    def expected(self) -> tuple[tuple[bytes, bytes | None], ...]:
+        """What both say, None for what must not be there."""
+        return (*self.marks, *((name, None) for name in self.absent))
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +138,15 @@ class StoredLeaf:
         return f"{format_key(self.key)}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-def parse_leaf(path: str, metadata: Mapping[bytes, bytes]) -> StoredLeaf:
+def parse_leaf(
+    path: str, metadata: Mapping[bytes, bytes], batch_size: tuple[int, ...], stack_dim: int | None
+) -> StoredLeaf:
     """A leaf from its metadata hash.
+
+    Args:
+        path: as the store spells it.
+        metadata: the hash.
+        batch_size, stack_dim: of the store.
 
     Raises:
         SchemaError: metadata that ``TensorDictStore`` does not write.
@@ -122,20 +154,41 @@ def parse_leaf(path: str, metadata: Mapping[bytes, bytes]) -> StoredLeaf:
     key = tuple(path.split(KEY_SEPARATOR))
     try:
         if metadata.get(b"is_non_tensor") == b"1":
-            encoding = metadata.get(b"encoding", b"json").decode()
-            kind: LeafKind = encoding if encoding in ("json", "json_array") else "pickle"  # type: ignore[assignment]
-            return StoredLeaf(key=key, path=path, kind=kind)
+            return StoredLeaf(key=key, path=path, kind=value_kind(metadata.get(b"encoding")))
         dtype = dtype_from_name(metadata[b"dtype"].decode().removeprefix("torch."))
         shape = tuple(json.loads(metadata[b"shape"]))
-        marks = ((b"shape", metadata[b"shape"]), (b"dtype", metadata[b"dtype"]))
+        marks = tuple((name, metadata[name]) for name in _MARKS if name in metadata)
+        absent = tuple(name for name in _MARKS if name not in metadata)
+        tensor = StoredLeaf(key=key, path=path, kind="tensor", dtype=dtype, shape=shape, marks=marks, absent=absent)
         if metadata.get(b"homogeneous", b"1") == b"1":
-            return StoredLeaf(key=key, path=path, kind="tensor", dtype=dtype, shape=shape, marks=marks)
+            stacked = _is_stack_first(shape, metadata.get(b"layout"), batch_size, stack_dim or 0)
+            return replace(tensor, kind="stacked") if stacked else tensor
         shapes = tuple(tuple(item) for item in json.loads(metadata[b"shapes"]))
-        return StoredLeaf(key=key, path=path, kind="ragged", dtype=dtype, shape=shape, shapes=shapes, marks=marks)
+        return replace(tensor, kind="ragged", shapes=shapes)
     except (KeyError, ValueError, TypeError) as error:
         raise SchemaError(
             f"the metadata of leaf {path!r} are not what TensorDictStore writes ({error!r}): {dict(metadata)!r}"
         ) from error
+
+
+def value_kind(encoding: bytes | None) -> LeafKind:
+    """How a non-tensor value is stored."""
+    if encoding in (None, b"json"):
+        return "json"
+    return "json_array" if encoding == b"json_array" else "pickle"
+
+
+def _is_stack_first(shape: tuple[int, ...], layout: bytes | None, batch_size: tuple[int, ...], stack_dim: int) -> bool:
+    """Whether a lazy stack's tensor lies element by element though the stack's dim is a later one.
+
+    As upstream decides it: the shape tells, or where it fits both ways, what the writer noted.
+    """
+    if not stack_dim:
+        return False
+    num_dims = len(batch_size)
+    inner = batch_size[:stack_dim] + batch_size[stack_dim + 1 :]
+    first, in_place = shape[:num_dims] == (batch_size[stack_dim], *inner), shape[:num_dims] == batch_size
+    return layout == b"stack" if first and in_place else first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +199,7 @@ class StoreDescription:
         name: as in the URL's fragment.
         namespace, td_id: where its keys are.
         batch_size: as upstream shows it; its leading dim counts rows.
-        stack_dim: of a lazy stack, else None.
+        stack_dim: of a lazy stack, counted from the front; else None.
         device: as it was stored; empty for none.
         tensorclass: the stored path of a class, or empty.
         leaves: all of them, sorted by path.
@@ -193,7 +246,7 @@ class StoreDescription:
 
     @property
     def others(self) -> tuple[StoredLeaf, ...]:
-        """The leaves that are no field: non-tensor values, and tensors whose rows differ in shape."""
+        """The leaves that are no fields of the schema."""
         return tuple(leaf for leaf in self.leaves if leaf.kind != "tensor")
 
     def data_key(self, path: str) -> bytes:
@@ -261,6 +314,12 @@ def describe_store(
             raise SchemaError(
                 f"store {td_id!r} has {leaf.path!r} both as a leaf and with leaves below it: a key with a dot in it "
                 f"was written beside a nested one, and TensorDictStore cannot tell them apart; delete one of them"
+            )
+    for leaf in leaves:
+        if leaf.kind == "ragged" and stack_dim:
+            raise SchemaError(
+                f"store {td_id!r} is a lazy stack along dim {stack_dim}, and the elements of leaf {leaf.path!r} differ "
+                f"in shape: its rows, the leading dim, are no tensors. Stack along dim 0, or leave it out"
             )
     nodes = [Node(key=key, batch_shape=tuple(batch_size[1:])) for key in ((), *prefixes)]
     return StoreDescription(

@@ -38,15 +38,19 @@ class Guard:
         return cls(request=b"*2\r\n$3\r\nGET\r\n" + bulk(key), reply=bulk(value), num_replies=1)
 
     @classmethod
-    def of_hashes(cls, wanted: Iterable[tuple[bytes, Sequence[tuple[bytes, bytes]]]]) -> Guard:
-        """Fields of hashes that must have these values: ``(key, [(field, value), ...])``."""
+    def of_hashes(cls, wanted: Iterable[tuple[bytes, Sequence[tuple[bytes, bytes | None]]]]) -> Guard:
+        """Fields of hashes that must have these values: ``(key, [(field, value), ...])``; None where there is none."""
         request, reply, num_replies = [], [], 0
         for key, fields in wanted:
             request.append(b"*%d\r\n$5\r\nHMGET\r\n" % (2 + len(fields)) + bulk(key))
             request += [bulk(name) for name, _ in fields]
-            reply.append(b"*%d\r\n" % len(fields) + b"".join(bulk(value) for _, value in fields))
+            reply.append(b"*%d\r\n" % len(fields) + b"".join(map(_bulk_or_null, (v for _, v in fields))))
             num_replies += 1 + len(fields)
         return cls(request=b"".join(request), reply=b"".join(reply), num_replies=num_replies)
+
+
+def _bulk_or_null(value: bytes | None) -> bytes:
+    return b"$-1\r\n" if value is None else bulk(value)
 
 
 class GuardExchange:
