@@ -30,7 +30,7 @@ import torch
 
 from td_datapipes.errors import SchemaError
 from td_datapipes.manifest import ChunkLayout
-from td_datapipes.schema import Field, Group, Key, Node, Schema, dtype_from_name, format_key
+from td_datapipes.schema import Field, Group, Key, Node, Schema, dtype_from_name, dtype_name, format_key
 
 __all__ = [
     "DEFAULT_NAMESPACE",
@@ -135,7 +135,9 @@ class StoredLeaf:
         return tuple(math.prod(shape) * self.dtype.itemsize for shape in self.shapes)
 
     def __str__(self) -> str:
-        return f"{format_key(self.key)}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        if self.kind in ("json", "json_array", "pickle"):
+            return f"{format_key(self.key)}: a value ({self.kind})"
+        return f"{format_key(self.key)}: {dtype_name(self.dtype)}{list(self.shape)}"
 
 
 def parse_leaf(

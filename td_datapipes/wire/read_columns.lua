@@ -3,9 +3,10 @@
 -- KEYS     the chunks, each holding all rows of its own; all in one slot.
 -- ARGV[1]  row numbers, u32, little-endian, in the order wanted.
 -- ARGV[2]  for each chunk, 12 bytes, little-endian: u32 bytes from row to row, u32 first byte wanted of a row, u32 length.
--- Returns  one string a chunk. Of a chunk that is missing or short it is shorter: the caller knows every length.
+-- Returns  one string a chunk, or an error in its place. Of a chunk that is missing or short it is shorter: the caller
+--          knows every length.
 local packed, columns = ARGV[1], ARGV[2]
-local call, concat = redis.call, table.concat
+local call, concat = redis.pcall, table.concat
 local rows, position = {}, 1
 local count = #packed / 4
 for i = 1, count do
@@ -19,6 +20,7 @@ for k = 1, #KEYS do
     local start = rows[i] * stride + first
     parts[i] = call('GETRANGE', key, start, start + length - 1)
   end
-  result[k] = concat(parts)
+  -- The chunk is a string, then all are, or else none is and each is the same error.
+  result[k] = type(parts[1]) == 'string' and concat(parts) or parts[1]
 end
 return result

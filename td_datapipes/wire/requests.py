@@ -11,6 +11,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from td_datapipes.errors import ConfigurationError
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec, Rows, Segment
 from td_datapipes.slabs import ColumnSlab, PeriodicSlab, RunSlab, Slab
@@ -23,6 +24,8 @@ MAX_TABLE_ENTRIES = 32768
 _CHUNK_BITS = 40
 EARLY_RANGES = 128
 """Of a request for many: sent first, so that the server works on them while the request for the rest is made."""
+_MAX_SCRIPT_BYTES = 1 << 32
+"""Of a string, where a script is told its ranges in 32 bits."""
 
 
 def bulk(data: bytes) -> bytes:
@@ -145,6 +148,11 @@ class RequestBuilder:
         if isinstance(slab, ColumnSlab):
             return (self._columns(slab),)
         ranges = slab.ranges()
+        if int((ranges.starts + ranges.lengths).max()) > _MAX_SCRIPT_BYTES:
+            raise ConfigurationError(
+                "strategy='lua' and atomic=True reach the first 4 GiB of a server string, and a field's rows take more; "
+                "use another strategy, or convert the data to the layout records"
+            )
         codes: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
         keys, index = np.unique(codes, return_inverse=True)
         packed = np.empty(len(codes), dtype=np.dtype("<u4, <u4, <u4"))
