@@ -150,7 +150,7 @@ class RequestBuilder:
         ranges = slab.ranges()
         if int((ranges.starts + ranges.lengths).max()) > _MAX_SCRIPT_BYTES:
             raise ConfigurationError(
-                "strategy='lua' and atomic=True reach the first 4 GiB of a server string, and a field's rows take more; "
+                "strategy='lua' and atomic=True reach the first 4 GiB of a server string, and a field takes more; "
                 "use another strategy, or convert the data to the layout records"
             )
         codes: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
