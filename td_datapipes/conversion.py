@@ -14,12 +14,12 @@ from tensordict import TensorDictBase
 from td_datapipes.catalog import connect, unlink_keys
 from td_datapipes.cost import CostModel
 from td_datapipes.errors import ConfigurationError, DataLossError, DatasetExistsError, SchemaError, TDDatapipesError
-from td_datapipes.extras import extra_fields, select_fields, write_values
-from td_datapipes.layouts import StoreDescription
+from td_datapipes.extras import Extra, extra_fields, select_fields, write_values
+from td_datapipes.layouts.tensordict_store import StoreDescription, StoredLeaf, group_of
 from td_datapipes.manifest import Manifest
 from td_datapipes.progress import progress_bar
 from td_datapipes.read_spec import Rows
-from td_datapipes.schema import Field, Key, format_key
+from td_datapipes.schema import Field, Key, Schema, format_key
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.store_writer import StoreWriter, tensor_bytes
 from td_datapipes.upstream import Description, find_description, open_description
@@ -101,17 +101,23 @@ class _Source:
         allow_pickle: bool,
     ) -> None:
         self.server, self.description = server, description
-        self.fields, others = select_fields(description, fields)
+        dense, others = select_fields(description, fields)
         for leaf in others:
             if leaf.kind == "ragged":
                 raise SchemaError(
                     f"the rows of field {format_key(leaf.key)} differ in shape, which only a lazy stack can hold; pad "
                     f"them, or leave the field out with fields="
                 )
-        self.extras = extra_fields(server, description, others, allow_pickle=allow_pickle)
-        self.reader = _reader(server, description, self.fields)
+        # What is stacked along a later dim becomes a field like any other.
+        stacked = [leaf for leaf in others if leaf.kind == "stacked"]
+        self._stacked = extra_fields(server, description, stacked, allow_pickle=False)
+        values = [leaf for leaf in others if leaf.kind != "stacked"]
+        self._values = extra_fields(server, description, values, allow_pickle=allow_pickle)
+        self._reader = _reader(server, description, dense)
+        self.schema = _schema(description, dense, stacked)
         self.rows = description.rows
-        self.batch_rows = max(1, _BATCH_BYTES // max(self.reader.spec.row_bytes, 1))
+        row_bytes = sum(field.nbytes for field in self.schema.fields.values())
+        self._batch_rows = max(1, _BATCH_BYTES // max(row_bytes, 1))
 
     @property
     def unbatched(self) -> bool:
@@ -121,13 +127,14 @@ class _Source:
 
     def row_numbers(self) -> Iterator[Rows]:
         """Of the batches."""
-        for start in range(0, max(self.rows, 1), self.batch_rows):
-            yield np.arange(start, min(start + self.batch_rows, self.rows), dtype=np.int64)
+        for start in range(0, max(self.rows, 1), self._batch_rows):
+            yield np.arange(start, min(start + self._batch_rows, self.rows), dtype=np.int64)
 
     def batches(self, advance: Callable[[int], None]) -> Iterator[TensorDictBase]:
         """All rows in order; one batch at least, which may be empty."""
         for rows in self.row_numbers():
-            yield self.reader.read(rows)
+            batch = self._reader.read(rows)
+            yield batch if self._stacked is None else self._stacked.add(batch, rows)
             advance(len(rows))
 
     def values(self) -> dict[Key, tuple[bool, Any]]:
@@ -136,7 +143,7 @@ class _Source:
         Raises:
             SchemaError: a value that JSON cannot hold.
         """
-        found = {} if self.extras is None else self.extras.values(np.arange(self.rows, dtype=np.int64))
+        found = {} if self._values is None else self._values.values(np.arange(self.rows, dtype=np.int64))
         for key, (_, value) in found.items():
             try:
                 same = json.loads(json.dumps(value)) == value
@@ -161,14 +168,25 @@ class _Source:
         with progress_bar(f"verifying {title}", self.rows, progress) as advance:
             for batch, rows in zip(self.batches(advance), self.row_numbers(), strict=True):
                 other = theirs.read(rows)
-                for field in self.fields:
-                    if tensor_bytes(batch.get(field.key)) != tensor_bytes(other.get(field.key)):
-                        raise _differs(title, field.key, f"in rows {rows[0]} to {rows[-1]}")
+                for key in self.schema.fields:
+                    if tensor_bytes(batch.get(key)) != tensor_bytes(other.get(key)):
+                        raise _differs(title, key, f"in rows {rows[0]} to {rows[-1]}")
         mine = self.values()
         found = {} if extras is None else extras.values(np.arange(self.rows, dtype=np.int64))
         for key, value in mine.items():
             if found.get(key) != value:
                 raise _differs(title, key, "in its values")
+
+
+def _schema(description: Description, dense: Sequence[Field], stacked: Sequence[Extra]) -> Schema:
+    """Of the copy, with the groups as they are in the source: what of them counts is the fields."""
+    schema, kept = description.schema, {field.key for field in dense}
+    groups = [
+        replace(group, fields=tuple(field for field in group.fields if field.key in kept)) for group in schema.groups
+    ]
+    if isinstance(description, StoreDescription):
+        groups += [group_of(leaf, description.batch_size) for leaf in stacked if isinstance(leaf, StoredLeaf)]
+    return replace(schema, groups=tuple(groups))
 
 
 def _differs(title: str, key: Key, where: str) -> DataLossError:
@@ -207,15 +225,10 @@ def _to_records(
 
 
 def _to_store(source: _Source, server: Server, *, overwrite: bool, progress: bool | None) -> StoreDescription:
-    description, schema = source.description, source.description.schema
-    kept = {field.key for field in source.fields}
-    groups = tuple(
-        replace(group, fields=tuple(field for field in group.fields if field.key in kept)) for group in schema.groups
-    )
-    batch_size = () if source.unbatched else (source.rows, *schema.root.batch_shape)
+    batch_size = () if source.unbatched else (source.rows, *source.schema.root.batch_shape)
     values = {key: ("json_array" if per_row else "json", value) for key, (per_row, value) in source.values().items()}
-    device = description.device
-    writer = StoreWriter(server, server.url.name, replace(schema, groups=groups), batch_size, device=device)
+    description = source.description
+    writer = StoreWriter(server, server.url.name, source.schema, batch_size, device=description.device)
     try:
         with progress_bar(f"converting {description.name}", source.rows, progress) as advance:
             for batch in source.batches(advance):

@@ -39,6 +39,7 @@ __all__ = [
     "StoredLeaf",
     "TensorDictStoreLayout",
     "describe_store",
+    "group_of",
     "leaf_path",
     "parse_leaf",
     "store_candidates",
@@ -309,7 +310,7 @@ def describe_store(
     leaves = tuple(sorted(leaves, key=lambda leaf: leaf.path))
     rows = batch_size[0] if batch_size else 1
     dense = [leaf for leaf in leaves if leaf.kind == "tensor"]
-    groups = [_group(leaf, batch_size) for leaf in dense]
+    groups = [group_of(leaf, batch_size) for leaf in dense]
     prefixes = dict.fromkeys(leaf.key[:depth] for leaf in leaves for depth in range(1, len(leaf.key)))
     for leaf in leaves:
         if leaf.key in prefixes:
@@ -338,13 +339,19 @@ def describe_store(
     )
 
 
-def _group(leaf: StoredLeaf, batch_size: tuple[int, ...]) -> Group:
-    if leaf.shape[: len(batch_size)] != batch_size:
+def group_of(leaf: StoredLeaf, batch_size: tuple[int, ...]) -> Group:
+    """A leaf as a group of its own, one record a row; of a ``stacked`` one, as it would lie stacked in place.
+
+    Raises:
+        SchemaError: its shape does not begin with the batch size.
+    """
+    shape = leaf.shape if leaf.kind == "tensor" else (*batch_size, *leaf.shape[len(batch_size) :])
+    if shape[: len(batch_size)] != batch_size:
         raise SchemaError(
             f"leaf {leaf} does not begin with the batch size {list(batch_size)} of its store; read it with "
             f"TensorDictStore, or leave it out with fields="
         )
-    row_shape = leaf.shape[1:] if batch_size else leaf.shape
+    row_shape = shape[1:] if batch_size else shape
     nbytes = math.prod(row_shape) * leaf.dtype.itemsize
     field = Field(key=leaf.key, dtype=leaf.dtype, shape=row_shape, offset_bytes=0)
     return Group(fields=(field,), record_bytes=nbytes, stride_bytes=nbytes)
