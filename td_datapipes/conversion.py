@@ -120,6 +120,12 @@ class _Source:
         self._batch_rows = max(1, _BATCH_BYTES // max(row_bytes, 1))
 
     @property
+    def tensorclass(self) -> str:
+        """The path of its class, or empty."""
+        description = self.description
+        return description.tensorclass if isinstance(description, StoreDescription) else description.schema.root.type
+
+    @property
     def unbatched(self) -> bool:
         """Whether its one row has no batch dims."""
         description = self.description
@@ -143,8 +149,11 @@ class _Source:
         Raises:
             SchemaError: a value that JSON cannot hold.
         """
-        found = {} if self._values is None else self._values.values(np.arange(self.rows, dtype=np.int64))
-        for key, (_, value) in found.items():
+        if self._values is None:
+            return {}
+        found = self._values.values(np.arange(self.rows, dtype=np.int64))
+        for key in (leaf.key for leaf in self._values.leaves if leaf.kind == "pickle"):
+            value = found[key][1]
             try:
                 same = json.loads(json.dumps(value)) == value
             except (TypeError, ValueError):
@@ -174,7 +183,7 @@ class _Source:
         mine = self.values()
         found = {} if extras is None else extras.values(np.arange(self.rows, dtype=np.int64))
         for key, value in mine.items():
-            if found.get(key) != value:
+            if json.dumps(found.get(key)) != json.dumps(value):  # as texts: a NaN is equal to itself then
                 raise _differs(title, key, "in its values")
 
 
@@ -208,7 +217,15 @@ def _to_records(
     def complete(manifest: Manifest) -> Manifest:
         values = write_values(server, manifest, source.values())
         try:
-            whole = replace(manifest, values=values, unbatched=source.unbatched)
+            root = replace(manifest.schema.root, type=source.tensorclass)
+            nodes = (root, *(node for node in manifest.schema.nodes if node.key))
+            whole = replace(
+                manifest,
+                schema=replace(manifest.schema, nodes=nodes),
+                values=values,
+                unbatched=source.unbatched,
+                device=source.description.device,
+            )
             source.compare(server, whole, title, progress)
         except BaseException:
             keys = [manifest.value_key(value) for value in values]
@@ -227,14 +244,14 @@ def _to_records(
 def _to_store(source: _Source, server: Server, *, overwrite: bool, progress: bool | None) -> StoreDescription:
     batch_size = () if source.unbatched else (source.rows, *source.schema.root.batch_shape)
     values = {key: ("json_array" if per_row else "json", value) for key, (per_row, value) in source.values().items()}
-    description = source.description
-    writer = StoreWriter(server, server.url.name, source.schema, batch_size, device=description.device)
+    name, device = server.url.name, source.description.device
+    writer = StoreWriter(server, name, source.schema, batch_size, device=device, tensorclass=source.tensorclass)
     try:
-        with progress_bar(f"converting {description.name}", source.rows, progress) as advance:
+        with progress_bar(f"converting {source.description.name}", source.rows, progress) as advance:
             for batch in source.batches(advance):
                 writer.add(batch)
         writer.add_values(values)
-        source.compare(server, writer.staged, server.url.name, progress)
+        source.compare(server, writer.staged, name, progress)
         published = writer.publish(overwrite=overwrite)
     except BaseException:
         writer.undo()

@@ -43,7 +43,7 @@ def open_store(server: ServerProcess, td_id: str, kind: Any = TensorDictStore) -
     try:
         yield store
     finally:
-        store.close()
+        getattr(store, "_tensordict", store).close()  # a tensorclass wraps one
 
 
 def read_store(server: ServerProcess, td_id: str) -> TensorDict:

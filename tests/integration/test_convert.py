@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from rows_in_memory import ALL_DTYPES, assert_same_rows, random_rows
 from servers import ServerProcess
 from stores import NUMPY_DTYPES, open_store, read_store, write_lazy_store, write_store
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 
 from td_datapipes import RedisTDDataset, convert, write_dataset
 from td_datapipes import conversion as conversion_module
@@ -126,6 +127,36 @@ def test_strings_by_row_stay_by_row(server: ServerProcess) -> None:
             assert ours[index].get("abab").tolist() == again[index].get("abab").tolist() == expected
         assert ours[:].get("same").tolist() == ["a", "a", "a"]
         assert again[:].get("same").tolist() == ["a", "new", "a"]
+
+
+def test_values_that_only_pythons_json_knows(server: ServerProcess) -> None:
+    td = TensorDict({"x": torch.arange(2)}, [2])
+    td["each"] = NonTensorStack(*map(NonTensorData, [float("nan"), float("inf")]))
+    write_store(server, td, "theirs")
+    convert(server.url("theirs"), server.url("ours"))
+    with RedisTDDataset(server.url("ours")) as dataset:
+        nan, infinity = dataset[:].get("each").tolist()
+    assert math.isnan(nan)
+    assert infinity == math.inf
+
+
+@tensorclass
+class Transition:
+    """A tensorclass as users write them."""
+
+    obs: torch.Tensor
+    reward: torch.Tensor
+
+
+def test_class_and_device_are_kept(server: ServerProcess) -> None:
+    rows = Transition(obs=torch.randn(5, 3), reward=torch.rand(5), batch_size=[5], device="cpu")
+    write_store(server, rows, "theirs")
+    convert(server.url("theirs"), server.url("ours"))
+    convert(server.url("ours"), server.url("again"))
+    with open_store(server, "again") as opened:
+        assert isinstance(opened, Transition)
+        assert opened.device == torch.device("cpu")
+        assert torch.equal(opened.obs, rows.obs)
 
 
 class Opaque:
