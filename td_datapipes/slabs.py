@@ -125,7 +125,8 @@ class PeriodicSlab:
     def part(self, begin: int, stop: int) -> PeriodicSlab:
         """Rows ``[begin, stop)`` of a slab that goes one to one; its stream starts `begin` steps later."""
         first = cast(slice, self.positions).start
-        return replace(self, rows=self.rows[begin:stop], positions=slice(first + begin, first + stop))
+        positions = slice(first + begin, first + stop)
+        return PeriodicSlab(rows=self.rows[begin:stop], spec=self.spec, positions=positions, sources=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from td_datapipes.errors import ConfigurationError
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec, Rows, Segment
 from td_datapipes.slabs import ColumnSlab, PeriodicSlab, RunSlab, Slab
+from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText
 from td_datapipes.wire.scripts import load_script
 
 __all__ = ["RequestBuilder", "bulk"]
@@ -24,6 +25,8 @@ MAX_TABLE_ENTRIES = 32768
 _CHUNK_BITS = 40
 EARLY_RANGES = 128
 """Of a request for many: sent first, so that the server works on them while the request for the rest is made."""
+_MIN_TEXT_RANGES = 48
+"""From so many on, numpy's calls cost less than formatting each range."""
 _MAX_SCRIPT_BYTES = 1 << 32
 """Of a string, where a script is told its ranges in 32 bits."""
 
@@ -92,6 +95,7 @@ class RequestBuilder:
         self._keys = _Table(lambda code: bulk(chunk_key(code >> _CHUNK_BITS, code & mask)))
         self._heads = _Table(lambda code: b"*4\r\n$8\r\nGETRANGE\r\n" + self._keys[code])
         self._tails: dict[Segment, _SegmentTails] = {}
+        self._range_text: tuple[ReadSpec, RangeText] | None = None
 
     def for_plan(self, plan: ReadPlan) -> Callable[[Slab], Iterable[bytes]]:
         """How slabs of that plan are asked for: the parts of a request, each made when it is taken."""
@@ -120,6 +124,8 @@ class RequestBuilder:
         yield self._rows(spec, rows[early:])
 
     def _rows(self, spec: ReadSpec, rows: Rows) -> bytes:
+        if len(rows) * len(spec.segments) >= _MIN_TEXT_RANGES and not spec.spare_bytes and _fits_text(spec, rows):
+            return self._text(spec, rows)
         parts: list[bytes] = [b""] * (2 * len(rows) * len(spec.segments))
         step = 2 * len(spec.segments)
         for j, segment in enumerate(spec.segments):
@@ -133,6 +139,16 @@ class RequestBuilder:
             # Records start at the same few places of every chunk: the number within the chunk names the range.
             parts[2 * j + 1 :: step] = self._segment_tails(spec, j).of(within.tolist())
         return b"".join(parts)
+
+    def _text(self, spec: ReadSpec, rows: Rows) -> bytes:
+        """Rows of one long chunk hardly ever come again before all others did: their ranges are made at once, anew."""
+        if self._range_text is None or self._range_text[0] is not spec:
+            segments, lengths = spec.segments, spec.wire_lengths.tolist()
+            heads = [self._heads[segment.group << _CHUNK_BITS] for segment in segments]
+            strides = [spec.layouts[segment.group].stride_bytes for segment in segments]
+            starts = [segment.start_bytes for segment in segments]
+            self._range_text = spec, RangeText(heads, strides, starts, lengths)
+        return self._range_text[1].commands(rows)
 
     def _segment_tails(self, spec: ReadSpec, number: int) -> _SegmentTails:
         segment = spec.segments[number]
@@ -170,3 +186,15 @@ class RequestBuilder:
         keys = [self._keys[segment.group << _CHUNK_BITS] for segment in segments]
         packed = slab.rows.astype("<u4").tobytes()
         return b"".join([head, *keys, bulk(packed), bulk(np.array(columns, dtype="<u4").tobytes())])
+
+
+def _fits_text(spec: ReadSpec, rows: Rows) -> bool:
+    """Whether all rows of each segment lie in one chunk, so that only the numbers differ."""
+    last = int(rows.max())
+    layouts = [spec.layouts[segment.group] for segment in spec.segments]
+    return all(
+        layout.pieces == 1
+        and last < layout.records_per_chunk
+        and last * layout.stride_bytes + segment.stop_bytes <= MAX_END_BYTES
+        for layout, segment in zip(layouts, spec.segments, strict=True)
+    )
