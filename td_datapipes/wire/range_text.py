@@ -33,7 +33,7 @@ class RangeText:
 
     Args:
         heads: for each column what its commands begin with, up to the key; at least 12 bytes each.
-        strides, starts, lengths: of each column, the bytes from row to row, the first one wanted of a row, and how many.
+        strides, starts, lengths: of each column: bytes from row to row, the first one wanted of a row, and how many.
     """
 
     def __init__(
