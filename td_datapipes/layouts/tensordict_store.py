@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 DEFAULT_NAMESPACE = "tensordict"
+_MAX_SHOWN_ID = 40
 KEY_SEPARATOR = "."
 """Between the parts of a nested key: a part cannot contain it."""
 
@@ -240,7 +241,8 @@ class StoreDescription:
     def fingerprint(self) -> str:
         """Tells this store's rows from others'. Nothing on the server says whether values were written anew."""
         told = [self.id, *map(str, self.batch_size), *(f"{leaf} {leaf.kind}" for leaf in self.leaves)]
-        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+        digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+        return f"{self.td_id[:_MAX_SHOWN_ID]}:{digest}"
 
     @cached_property
     def leaf_of(self) -> dict[Key, StoredLeaf]:

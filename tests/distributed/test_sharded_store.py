@@ -48,7 +48,7 @@ def test_what_the_ranks_read_is_the_global_batch(
     if placements is not None:
         whole = tuple(R if axis else placement for axis, placement in enumerate(placements["tokens"]))
         others = (R,) * len(mesh) if whole[0] is S1 else (S0, R)
-        placements = {key: others for key in ("label", "row", ("next", "state"))} | placements
+        placements = dict.fromkeys(("label", "row", ("next", "state")), others) | placements
     size = torch.Size(mesh).numel()
     worlds.of(size).run(cases.fetch_shards, *store, mesh, placements, sampler, options)
 
