@@ -7,13 +7,14 @@ turned into digits at once, and every part of a command is moved to its place as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from td_datapipes.read_spec import Rows
 
-__all__ = ["MAX_END_BYTES", "RangeText"]
+__all__ = ["MAX_END_BYTES", "RangeText", "range_commands"]
 
 Items = npt.NDArray[np.void]
 
@@ -39,7 +40,7 @@ class RangeText:
     def __init__(
         self, heads: Sequence[bytes], strides: Sequence[int], starts: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        self._heads = [np.array(head, dtype=f"V{len(head)}") for head in heads]
+        self._heads = heads
         self._head_bytes = np.array([len(head) for head in heads])
         # Fields of the same length have the same ranges: their digits are made once.
         shapes = list(zip(strides, starts, lengths, strict=True))
@@ -50,29 +51,64 @@ class RangeText:
     def commands(self, rows: Rows) -> bytes:
         """One command a row and column, row by row."""
         first = rows[:, None] * self._strides + self._starts
-        last = first + (self._lengths - 1)
-        first_digits, last_digits = (np.searchsorted(_POWERS, numbers, side="right") + 1 for numbers in (first, last))
-        first_text, last_text = _padded(first), _padded(last)
+        numbers = _Numbers.of(first), _Numbers.of(first + (self._lengths - 1))
         if self._shape_of is not None:
-            first_digits, last_digits = first_digits[:, self._shape_of], last_digits[:, self._shape_of]
-            first_text, last_text = first_text[:, self._shape_of], last_text[:, self._shape_of]
-        # "$n\r\n" + first + "\r\n$n\r\n" + last + "\r\n"
-        sizes = first_digits + last_digits + (self._head_bytes + 12)
-        at = np.cumsum(sizes.reshape(-1)).reshape(sizes.shape)
-        text = np.empty(int(at[-1, -1]), dtype=np.uint8)
-        # From the right to the left, as each number's zeros reach into what stands before it.
-        at -= 2
-        _put(text, at - _PAD, last_text)
-        at -= last_digits + 6
-        between = _BETWEEN[last_digits]
-        _put(text, at - _PAD, first_text)
-        _put(text, at, between)
-        at -= first_digits + 4
-        _put(text, at, _LENGTHS[first_digits])
-        at -= self._head_bytes
+            numbers = numbers[0].columns(self._shape_of), numbers[1].columns(self._shape_of)
+        text, at = _write(*numbers, self._head_bytes)
         for column, head in enumerate(self._heads):
-            _put(text, at[:, column], head)
+            _put(text, at[:, column], np.array(head, dtype=f"V{len(head)}"))
         return text.tobytes()
+
+
+def range_commands(heads: Sequence[bytes], head_of: Rows, starts: Rows, lengths: Rows) -> bytes:
+    """One command a range.
+
+    Args:
+        heads: what commands begin with, up to the key; at least 12 bytes each.
+        head_of: which of them each range has, ``[ranges]``.
+        starts, lengths: of each range, ``[ranges]``.
+    """
+    head_bytes = np.array([len(head) for head in heads])[head_of]
+    text, at = _write(_Numbers.of(starts), _Numbers.of(starts + (lengths - 1)), head_bytes)
+    for number, head in enumerate(heads):
+        places = at[head_of == number]
+        if len(places):
+            _put(text, places, np.array(head, dtype=f"V{len(head)}"))
+    return text.tobytes()
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """How many digits each number has, and its text with zeros in front and a line end behind."""
+
+    digits: Rows
+    text: Items
+
+    @classmethod
+    def of(cls, numbers: Rows) -> _Numbers:
+        return cls(np.searchsorted(_POWERS, numbers, side="right") + 1, _padded(numbers))
+
+    def columns(self, which: Rows) -> _Numbers:
+        return _Numbers(self.digits[:, which], self.text[:, which])
+
+
+def _write(first: _Numbers, last: _Numbers, head_bytes: Rows) -> tuple[npt.NDArray[np.uint8], Rows]:
+    """The text of all commands without their heads, and where these go."""
+    # "$n\r\n" + first + "\r\n$n\r\n" + last + "\r\n"
+    sizes = first.digits + last.digits + (head_bytes + 12)
+    at: Rows = np.cumsum(sizes.reshape(-1)).reshape(sizes.shape)
+    text = np.empty(int(at.reshape(-1)[-1]), dtype=np.uint8)
+    # From the right to the left, as each number's zeros reach into what stands before it.
+    at -= 2
+    _put(text, at - _PAD, last.text)
+    at -= last.digits + 6
+    between = _BETWEEN[last.digits]
+    _put(text, at - _PAD, first.text)
+    _put(text, at, between)
+    at -= first.digits + 4
+    _put(text, at, _LENGTHS[first.digits])
+    at -= head_bytes
+    return text, at
 
 
 def _padded(numbers: Rows) -> Items:

@@ -15,7 +15,7 @@ from td_datapipes.errors import ConfigurationError
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec, Rows, Segment
 from td_datapipes.slabs import ColumnSlab, PeriodicSlab, RunSlab, Slab
-from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText
+from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, range_commands
 from td_datapipes.wire.scripts import load_script
 
 __all__ = ["RequestBuilder", "bulk"]
@@ -27,6 +27,8 @@ EARLY_RANGES = 128
 """Of a request for many: sent first, so that the server works on them while the request for the rest is made."""
 _MIN_TEXT_RANGES = 48
 """From so many on, numpy's calls cost less than formatting each range."""
+_MAX_TEXT_KEYS = 16
+"""Numpy is called for each."""
 _MAX_SCRIPT_BYTES = 1 << 32
 """Of a string, where a script is told its ranges in 32 bits."""
 
@@ -51,7 +53,8 @@ class _Table(dict[int, bytes]):
 
 
 def _range_tail(start: int, length: int) -> bytes:
-    return bulk(b"%d" % start) + bulk(b"%d" % (start + length - 1))
+    first, last = b"%d" % start, b"%d" % (start + length - 1)
+    return b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first), first, len(last), last)
 
 
 class _SegmentTails:
@@ -111,7 +114,13 @@ class RequestBuilder:
         if isinstance(slab, RunSlab):
             return self._heads[slab.group << _CHUNK_BITS | slab.chunk] + _range_tail(slab.start, slab.length)
         ranges = slab.ranges()
-        codes = ((ranges.groups << _CHUNK_BITS) | ranges.chunks).tolist()
+        coded: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
+        if len(coded) >= _MIN_TEXT_RANGES and int((ranges.starts + ranges.lengths).max()) <= MAX_END_BYTES:
+            found, head_of = np.unique(coded, return_inverse=True)
+            if len(found) <= _MAX_TEXT_KEYS:
+                heads = [self._heads[code] for code in found.tolist()]
+                return range_commands(heads, head_of, ranges.starts, ranges.lengths)
+        codes = coded.tolist()
         spans = zip(ranges.starts.tolist(), ranges.lengths.tolist(), strict=True)
         # Covering ranges start anywhere, so their tails are made anew: they would only flood the table.
         return b"".join([self._heads[code] + _range_tail(*span) for code, span in zip(codes, spans, strict=True)])

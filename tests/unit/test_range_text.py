@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText
+from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, range_commands
 
 COLUMNS = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(0, 100), st.integers(1, 5000), st.integers(0, 40)),
@@ -46,3 +46,18 @@ def test_numbers_around_each_power_of_ten(digits: int) -> None:
         assert rows[-1] + start + length - 1 < MAX_END_BYTES
         text = RangeText([head], [1], [start], [length])
         assert text.commands(np.array(rows)) == formatted([head], [(1, start, length)], rows)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    ranges=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 10**8), st.integers(1, 10**8)), min_size=1, max_size=60
+    ),
+)
+def test_any_ranges_of_any_keys(sizes: list[int], ranges: list[tuple[int, int, int]]) -> None:
+    heads = [b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (size, b"k" * size) for size in sizes]
+    chosen = [(key % len(heads), start, length) for key, start, length in ranges]
+    which, starts, lengths = (np.array(column, dtype=np.int64) for column in zip(*chosen, strict=True))
+    expected = b"".join(formatted([heads[key]], [(1, 0, length)], [start]) for key, start, length in chosen)
+    assert range_commands(heads, which, starts, lengths) == expected
