@@ -19,8 +19,9 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from tensordict.store import LazyStackedTensorDictStore, TensorDictStore
 from test_dataset_read import ROWS, WAYS, check_all_ways
 
-from td_datapipes import RedisTDDataset, write_dataset
+from td_datapipes import RedisTDDataset, append_dataset, write_dataset
 from td_datapipes.errors import (
+    ConfigurationError,
     DataLossError,
     DatasetNotFoundError,
     FieldNotFoundError,
@@ -523,7 +524,16 @@ def test_ragged_rows_along_a_later_dim_are_refused_by_name(server: ServerProcess
         RedisTDDataset(write_lazy_store(server, lazy_stack(parts, 1), unique_name))
 
 
-# What it cannot tell apart, and what nobody wrote.
+# What it cannot tell apart, what nobody wrote, and what it cannot do.
+
+
+def test_nothing_is_appended_to_a_store(server: ServerProcess, unique_name: str) -> None:
+    td = random_rows(5, {"x": (torch.float32, (3,))})
+    url = write_store(server, td, unique_name)
+    before = set(server.execute("KEYS", "*"))
+    with pytest.raises(ConfigurationError, match="was written by TensorDictStore, .* convert it to records"):
+        append_dataset(td, url)
+    assert set(server.execute("KEYS", "*")) == before
 
 
 def test_a_leaf_with_leaves_below_it_is_named(server: ServerProcess, unique_name: str) -> None:
