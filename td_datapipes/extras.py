@@ -10,6 +10,7 @@ import json
 import math
 import pickle
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -200,23 +201,23 @@ def _field_of(description: Description, leaf: Extra) -> ExtraField:
     raise TypeError(f"{leaf} is no field of {description.name!r}")
 
 
-class _ValueField:
+class _ValueField(ABC):
     """Non-tensor values (an `ExtraField`): one a row, or one that all rows share."""
 
-    def ask(self, pipe: Any, rows: list[int]) -> None:
-        raise NotImplementedError
+    key: Key
 
+    @abstractmethod
+    def ask(self, pipe: Any, rows: list[int]) -> None: ...
+
+    @abstractmethod
     def take(self, rows: list[int], replies: Iterator[Any]) -> tuple[bool, Any]:
         """Whether there is one value a row, and these values, or else the one value."""
-        raise NotImplementedError
 
     def add(self, batch: TensorDictBase, rows: list[int], replies: Iterator[Any]) -> TensorDictBase:
         per_row, value = self.take(rows, replies)
         shape = batch.batch_size
         made: Any = per_row_values(value, shape[1:]) if per_row else NonTensorData(value, batch_size=shape)
         return batch.set(self.key, made)
-
-    key: Key
 
 
 class _RecordsValue(_ValueField):
@@ -272,7 +273,7 @@ class _StoredValue(_ValueField):
         return value
 
 
-class _StoredRows:
+class _StoredRows(ABC):
     """Rows of a store's tensor that are more than one range each, or ranges of different lengths (an `ExtraField`)."""
 
     def __init__(self, store: StoreDescription, leaf: StoredLeaf) -> None:
@@ -285,12 +286,12 @@ class _StoredRows:
         for start, nbytes in self._ranges(rows):
             pipe.getrange(self._data, start, start + nbytes - 1)
 
-    def add(self, batch: TensorDictBase, rows: list[int], replies: Iterator[Any]) -> TensorDictBase:
-        raise NotImplementedError
+    @abstractmethod
+    def add(self, batch: TensorDictBase, rows: list[int], replies: Iterator[Any]) -> TensorDictBase: ...
 
+    @abstractmethod
     def _ranges(self, rows: list[int]) -> Iterator[tuple[int, int]]:
         """Start and length, in order. None is empty: ``GETRANGE k 0 -1`` would be the whole string."""
-        raise NotImplementedError
 
     def _take(self, rows: list[int], replies: Iterator[Any]) -> list[bytes]:
         """The bytes of the ranges, checked."""

@@ -8,7 +8,7 @@ arrives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -197,32 +197,43 @@ class _Merged:
 
 def _merge(unique: Rows, spec: ReadSpec, max_gap_bytes: int) -> Iterator[_Merged]:
     """Close the gaps between the segments of ascending rows, group by group."""
+    alike: dict[object, _Merged] = {}
     for group, layout in enumerate(spec.layouts):
         columns = [j for j, segment in enumerate(spec.segments) if segment.group == group]
         if not columns:
             continue
-        chunks = np.empty((len(unique), len(columns)), dtype=np.int64)
-        starts = np.empty_like(chunks)
-        for position, j in enumerate(columns):
-            chunks[:, position], starts[:, position] = segment_addresses(unique, spec.segments[j], layout)
-        lengths = np.array([spec.segments[j].nbytes for j in columns], dtype=np.int64)
-        flat_chunks, flat_starts = chunks.reshape(-1), starts.reshape(-1)
-        stops = (starts + lengths).reshape(-1)
-        # Rows ascend and so do the segments of a row, so the intervals ascend too: comparing neighbours is enough.
-        fresh = np.ones(len(flat_starts), dtype=bool)
-        fresh[1:] = (flat_chunks[1:] != flat_chunks[:-1]) | (flat_starts[1:] - stops[:-1] > max_gap_bytes)
-        heads = np.nonzero(fresh)[0]
-        last = np.append(heads[1:], len(fresh)) - 1
-        range_of = np.cumsum(fresh) - 1
-        yield _Merged(
-            columns=columns,
-            group=group,
-            chunks=flat_chunks[heads],
-            starts=flat_starts[heads],
-            lengths=stops[last] - flat_starts[heads],
-            range_of=range_of.reshape(chunks.shape),
-            distance=(flat_starts - flat_starts[heads][range_of]).reshape(chunks.shape),
-        )
+        # Groups whose records are cut alike have the same ranges: one string a field often means fields of one length.
+        cuts = tuple((s.piece, s.start_bytes, s.stop_bytes) for s in map(spec.segments.__getitem__, columns))
+        found = alike.get((layout, cuts))
+        if found is None:
+            found = alike[layout, cuts] = _merge_group(unique, spec, group, columns, max_gap_bytes)
+        yield found if found.group == group else replace(found, columns=columns, group=group)
+
+
+def _merge_group(unique: Rows, spec: ReadSpec, group: int, columns: Sequence[int], max_gap_bytes: int) -> _Merged:
+    layout = spec.layouts[group]
+    chunks = np.empty((len(unique), len(columns)), dtype=np.int64)
+    starts = np.empty_like(chunks)
+    for position, j in enumerate(columns):
+        chunks[:, position], starts[:, position] = segment_addresses(unique, spec.segments[j], layout)
+    lengths = np.array([spec.segments[j].nbytes for j in columns], dtype=np.int64)
+    flat_chunks, flat_starts = chunks.reshape(-1), starts.reshape(-1)
+    stops = (starts + lengths).reshape(-1)
+    # Rows ascend and so do the segments of a row, so the intervals ascend too: comparing neighbours is enough.
+    fresh = np.ones(len(flat_starts), dtype=bool)
+    fresh[1:] = (flat_chunks[1:] != flat_chunks[:-1]) | (flat_starts[1:] - stops[:-1] > max_gap_bytes)
+    heads = np.nonzero(fresh)[0]
+    last = np.append(heads[1:], len(fresh)) - 1
+    range_of = np.cumsum(fresh) - 1
+    return _Merged(
+        columns=columns,
+        group=group,
+        chunks=flat_chunks[heads],
+        starts=flat_starts[heads],
+        lengths=stops[last] - flat_starts[heads],
+        range_of=range_of.reshape(chunks.shape),
+        distance=(flat_starts - flat_starts[heads][range_of]).reshape(chunks.shape),
+    )
 
 
 def _covering_slabs(

@@ -41,7 +41,7 @@ __all__ = ["ReadOptions", "RowReader"]
 SLAB_BYTES = 1 << 20
 """Received before it is copied out: small enough to still be in the processor's cache then."""
 MAX_LUA_ROW_BYTES = 256
-MAX_LUA_COLUMN_BYTES = 1024
+MAX_LUA_COLUMN_BYTES = 128
 """Of a row of a group, where one Lua call can give whole columns."""
 MIN_LUA_ROWS = 32
 MAX_SNAPSHOT_BYTES = 32 << 20

@@ -16,6 +16,7 @@ from td_datapipes.catalog import unlink_keys
 from td_datapipes.errors import DatasetExistsError, DatasetNotFoundError, TDDatapipesError, ValueTooLargeError
 from td_datapipes.layouts.tensordict_store import (
     DEFAULT_NAMESPACE,
+    STAGED_NAMESPACE,
     StoreDescription,
     StoredLeaf,
     describe_store,
@@ -102,7 +103,7 @@ class StoreWriter:
         for field in schema.fields.values():
             check_string_limit(server, field.key, rows * field.nbytes)
         # The same hash tag, so that renaming stays within one slot.
-        self._staged = f"td_datapipes.staged.{secrets.token_hex(5)}"
+        self._staged = f"{STAGED_NAMESPACE}{secrets.token_hex(5)}"
         self._paths: list[str] = []
         self._row = 0
         try:

@@ -11,6 +11,7 @@ import redis
 from td_datapipes.catalog import find_manifest, load_manifest
 from td_datapipes.errors import DatasetNotFoundError
 from td_datapipes.layouts.tensordict_store import (
+    STAGED_NAMESPACE,
     StoreDescription,
     describe_store,
     parse_leaf,
@@ -78,7 +79,8 @@ def list_stores(server: Server) -> list[str]:
         names, cursor = set(), 0
         while True:
             cursor, keys = client.scan(cursor, match="*:{*}:__*__", count=1000)
-            names |= {name for key in keys if (name := store_name(key)) is not None}
+            found = filter(None, map(store_name, keys))
+            names |= {name for name in found if not name.startswith(STAGED_NAMESPACE)}
             if not cursor or time.monotonic() > until:
                 return sorted(names)
 

@@ -35,6 +35,7 @@ from td_datapipes.schema import Field, Group, Key, Node, Schema, dtype_from_name
 __all__ = [
     "DEFAULT_NAMESPACE",
     "KEY_SEPARATOR",
+    "STAGED_NAMESPACE",
     "StoreDescription",
     "StoredLeaf",
     "TensorDictStoreLayout",
@@ -49,6 +50,8 @@ __all__ = [
 ]
 
 DEFAULT_NAMESPACE = "tensordict"
+STAGED_NAMESPACE = "td_datapipes.staged."
+"""What the namespaces begin with in which stores are written before they are published."""
 _MAX_SHOWN_ID = 40
 KEY_SEPARATOR = "."
 """Between the parts of a nested key: a part cannot contain it."""

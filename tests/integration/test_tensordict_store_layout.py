@@ -178,8 +178,10 @@ def test_a_name_that_does_not_exist_comes_with_those_that_do(server: ServerProce
     write_store(server, td, "other", prefix="ns")
     write_lazy_store(server, lazy_stack(list(td.unbind(0))), "stack")
     write_dataset(td, server.url("ours"))
+    server.execute("SET", "td_datapipes.staged.0:{unpublished}:__batch_size__", "[5]")
     with pytest.raises(
-        DatasetNotFoundError, match=r"no data set 'x' at .*; it has 'ours'; TensorDictStore wrote 'ns:other', 'stack', "
+        DatasetNotFoundError,
+        match=r"no data set 'x' at .*; it has 'ours'; TensorDictStore wrote 'ns:other', 'stack', 'theirs'$",
     ):
         RedisTDDataset(server.url("x"))
     server.flush()
