@@ -212,6 +212,8 @@ def _merge(unique: Rows, spec: ReadSpec, max_gap_bytes: int) -> Iterator[_Merged
 
 def _merge_group(unique: Rows, spec: ReadSpec, group: int, columns: Sequence[int], max_gap_bytes: int) -> _Merged:
     layout = spec.layouts[group]
+    if len(columns) == 1 and layout.pieces == 1 and int(unique[-1]) < layout.records_per_chunk:
+        return _merge_column(unique, spec, group, columns, max_gap_bytes)
     chunks = np.empty((len(unique), len(columns)), dtype=np.int64)
     starts = np.empty_like(chunks)
     for position, j in enumerate(columns):
@@ -233,6 +235,27 @@ def _merge_group(unique: Rows, spec: ReadSpec, group: int, columns: Sequence[int
         lengths=stops[last] - flat_starts[heads],
         range_of=range_of.reshape(chunks.shape),
         distance=(flat_starts - flat_starts[heads][range_of]).reshape(chunks.shape),
+    )
+
+
+def _merge_column(unique: Rows, spec: ReadSpec, group: int, columns: Sequence[int], max_gap_bytes: int) -> _Merged:
+    """The same for one segment whose rows are all in the first chunk: the rows themselves tell."""
+    segment, stride = spec.segments[columns[0]], spec.layouts[group].stride_bytes
+    fresh = np.ones(len(unique), dtype=bool)
+    np.greater(unique[1:] - unique[:-1], (max_gap_bytes + segment.nbytes) // stride, out=fresh[1:])
+    heads = fresh.nonzero()[0]
+    first = unique[heads]
+    last = np.empty_like(first)
+    last[:-1], last[-1] = unique[heads[1:] - 1], unique[-1]
+    range_of = fresh.cumsum() - 1
+    return _Merged(
+        columns=columns,
+        group=group,
+        chunks=np.zeros_like(first),
+        starts=first * stride + segment.start_bytes,
+        lengths=(last - first) * stride + segment.nbytes,
+        range_of=range_of[:, None],
+        distance=((unique - first[range_of]) * stride)[:, None],
     )
 
 
