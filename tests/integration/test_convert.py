@@ -12,7 +12,7 @@ from servers import ServerProcess
 from stores import NUMPY_DTYPES, open_store, read_store, write_lazy_store, write_store
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 
-from td_datapipes import RedisTDDataset, convert, write_dataset
+from td_datapipes import RedisTDDataset, RedisTensorDict, convert, write_dataset
 from td_datapipes import conversion as conversion_module
 from td_datapipes.errors import (
     ConfigurationError,
@@ -223,6 +223,32 @@ def test_within_a_layout_it_copies(server: ServerProcess) -> None:
     manifest = convert(server.url("ours"), server.url("compact"), layout="records")
     assert isinstance(manifest, Manifest)
     with RedisTDDataset(server.url("compact")) as dataset:
+        assert_same_rows(dataset[:], td)
+
+
+def test_groups_that_were_added_later_become_one(server: ServerProcess) -> None:
+    td = some_rows(8)
+    remote = RedisTensorDict.from_tensordict(td, server.url("grown"), layout="records")
+    remote["more"] = td["more"] = torch.randn(8, 5)
+    remote["word"] = td["word"] = NonTensorStack(*(NonTensorData(f"word {row}") for row in range(8)))
+    remote.close()
+    manifest = convert(server.url("grown"), server.url("compact"), layout="records")
+    assert isinstance(manifest, Manifest)
+    assert (manifest.kind, len(manifest.schema.groups)) == ("frozen", 1)
+    with RedisTDDataset(server.url("compact")) as dataset:
+        assert_same_rows(dataset[:].exclude("word"), td.exclude("word"))
+        assert dataset[[5, 2]].get("word").tolist() == ["word 5", "word 2"]
+
+
+@pytest.mark.parametrize("to", ["records", "tensordict_store"])
+def test_a_copy_may_take_the_place_of_its_source(server: ServerProcess, to: Any) -> None:
+    td = some_rows()
+    write = {"records": lambda: write_dataset(td, server.url("same"), chunk_bytes=256)}
+    write.get(to, lambda: write_store(server, td, "same"))()
+    with pytest.raises(DatasetExistsError):
+        convert(server.url("same"), server.url("same"), layout=to)
+    convert(server.url("same"), server.url("same"), layout=to, overwrite=True)
+    with RedisTDDataset(server.url("same")) as dataset:
         assert_same_rows(dataset[:], td)
 
 
