@@ -239,12 +239,12 @@ class _RecordsValue(_ValueField):
 
 
 class _StoredValue(_ValueField):
-    """Of a store: one string, whose encoding may be another one by now."""
+    """Of a store: one string. Its encoding may change: the first row that is written makes one value a row of it."""
 
     def __init__(self, store: StoreDescription, leaf: StoredLeaf) -> None:
-        self.key, self._kind = leaf.key, leaf.kind
+        self.key, self._may_be_pickle = leaf.key, leaf.kind == "pickle"
         self._data, self._meta = store.data_key(leaf.path), store.meta_key(leaf.path)
-        self._last: tuple[bytes, Any] | None = None
+        self._last: tuple[bytes, list[Any]] | None = None
 
     def ask(self, pipe: Any, rows: list[int]) -> None:
         del rows  # they are all in one string
@@ -253,23 +253,24 @@ class _StoredValue(_ValueField):
 
     def take(self, rows: list[int], replies: Iterator[Any]) -> tuple[bool, Any]:
         data, (is_value, encoding) = next(replies), next(replies)
-        if data is not None and (is_value != b"1" or value_kind(encoding) != self._kind):
-            now = value_kind(encoding) if is_value == b"1" else "a tensor"
-            raise _Unfit(f"was stored as {self._kind} and is stored as {now} now", changed=True)
-        value = self._value(data)
-        if self._kind != "json_array" or not isinstance(value, list):
+        kind = value_kind(encoding)
+        if data is not None and (is_value != b"1" or (kind == "pickle" and not self._may_be_pickle)):
+            now = "pickled" if is_value == b"1" else "a tensor"
+            raise _Unfit(f"was a value of JSON when this was opened, and is {now} now", changed=True)
+        value = self._value(data, kind)
+        if kind != "json_array" or not isinstance(value, list):
             return False, value
         if rows and max(rows) >= len(value):
             raise _Unfit(f"has {len(value)} values, and row {max(rows)} is asked for")
         return True, [value[row] for row in rows]
 
-    def _value(self, data: bytes | None) -> Any:
+    def _value(self, data: bytes | None, kind: str) -> Any:
         """Decoded; what holds all rows is decoded once, unless a batch could change what the next one gets."""
         if self._last is not None and self._last[0] == data:
             return self._last[1]
-        value = _decode(data, self._kind)
-        if data is not None and isinstance(value, list) and all(isinstance(item, _UNCHANGEABLE) for item in value):
-            self._last = (data, value) if self._kind == "json_array" else None
+        value = _decode(data, kind)
+        unchangeable = isinstance(value, list) and all(isinstance(item, _UNCHANGEABLE) for item in value)
+        self._last = (data, value) if data is not None and kind == "json_array" and unchangeable else None
         return value
 
 

@@ -139,9 +139,17 @@ class StoredLeaf:
         """Bytes of each row of a ragged leaf."""
         return tuple(math.prod(shape) * self.dtype.itemsize for shape in self.shapes)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What has to stay as it is for those who have it open. Of a value only whether it is pickled."""
+        kind = "json" if self.kind == "json_array" else self.kind
+        return kind, self.dtype, self.shape, self.shapes
+
     def __str__(self) -> str:
-        if self.kind in ("json", "json_array", "pickle"):
-            return f"{format_key(self.key)}: a value ({self.kind})"
+        if self.kind in ("json", "json_array"):
+            return f"{format_key(self.key)}: a value"
+        if self.kind == "pickle":
+            return f"{format_key(self.key)}: a pickled value"
         return f"{format_key(self.key)}: {dtype_name(self.dtype)}{list(self.shape)}"
 
 
@@ -243,7 +251,7 @@ class StoreDescription:
     @cached_property
     def fingerprint(self) -> str:
         """Tells this store's rows from others'. Nothing on the server says whether values were written anew."""
-        told = [self.id, *map(str, self.batch_size), *(f"{leaf} {leaf.kind}" for leaf in self.leaves)]
+        told = [self.id, *map(str, self.batch_size), *(f"{leaf} {leaf.form}" for leaf in self.leaves)]
         digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
         return f"{self.td_id[:_MAX_SHOWN_ID]}:{digest}"
 
@@ -286,12 +294,7 @@ class StoreDescription:
                 continue  # a new leaf takes nothing away from those that are read
             if theirs is None:
                 return f"field {format_key(key)} has been removed"
-            if (mine.kind, mine.dtype, mine.shape, mine.shapes) != (
-                theirs.kind,
-                theirs.dtype,
-                theirs.shape,
-                theirs.shapes,
-            ):
+            if mine.form != theirs.form:
                 return f"field {mine} of then is {theirs} now"
         return ""
 

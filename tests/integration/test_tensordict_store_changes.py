@@ -110,7 +110,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "a shorter one": (torch.ones(20), r"float32\[20, 10, 4\] of then is 'x': float32\[20\] now"),
     "a value": (
         NonTensorData("x" * 5000, batch_size=[20]),
-        r"float32\[20, 10, 4\] of then is 'x': a value \(json\) now",
+        r"float32\[20, 10, 4\] of then is 'x': a value now",
     ),
 }
 

@@ -358,15 +358,18 @@ def test_values_are_those_that_upstream_gives(server: ServerProcess, unique_name
     td = rows_with_values()
     td["task"] = NonTensorData("pong", batch_size=[5])  # of a dict, a row of a store makes a TensorDict
     url = write_store(server, td, unique_name)
-    with open_store(server, unique_name) as store:
+    with open_store(server, unique_name) as store, RedisTDDataset(url) as before:
+        assert before[:].get("task").tolist() == store.to_tensordict().get("task").tolist()
         # What was one value for all rows becomes one a row with the first indexed write.
         store[1] = TensorDict({"task": NonTensorData("changed")}, [])
-        with RedisTDDataset(url) as dataset:
-            assert dataset[:].get("task").tolist() == store.to_tensordict().get("task").tolist()
-            for row in range(5):
-                theirs = store[row]
-                for key in ("word", "same", "task"):
-                    assert dataset[row][key] == theirs.get(key), key
+        with RedisTDDataset(url) as after:
+            for dataset in (before, after):
+                assert dataset.refresh() == 5
+                assert dataset[:].get("task").tolist() == ["pong", "changed", "pong", "pong", "pong"]
+                for row in range(5):
+                    theirs = store[row]
+                    for key in ("word", "same", "task"):
+                        assert dataset[row][key] == theirs.get(key), key
 
 
 def test_only_the_written_row_changes(server: ServerProcess, unique_name: str) -> None:
@@ -429,7 +432,9 @@ def test_a_value_that_was_pickled_since_is_refused(server: ServerProcess, unique
     with RedisTDDataset(write_store(server, rows_with_values(), unique_name)) as dataset:
         with open_store(server, unique_name) as store:
             store["task"] = NonTensorData(Opaque(), batch_size=[5])
-        with pytest.raises(Exception, match="field 'task' .* was stored as json and is stored as pickle now; open it"):
+        with pytest.raises(
+            Exception, match="field 'task' .* was a value of JSON when this was opened, and is pickled now"
+        ):
             dataset[0]
 
 

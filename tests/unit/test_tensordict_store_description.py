@@ -92,7 +92,7 @@ def test_what_is_no_json_is_taken_for_a_pickle(encoding: bytes | None, kind: str
     assert value_kind(encoding) == kind
     # Written over a tensor, whose metadata are left behind.
     leaf = parse_leaf("x", {**metadata, b"shape": b"[4]", b"dtype": b"torch.int8"}, (4,), None)
-    assert (leaf.kind, str(leaf)) == (kind, f"'x': a value ({kind})")
+    assert (leaf.kind, str(leaf)) == (kind, "'x': a pickled value" if kind == "pickle" else "'x': a value")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,16 @@ def test_what_has_changed_is_said_with_both() -> None:
     assert then.difference(describe(batch_size=(5,))) == "its batch size was [4] and is [5] now"
     changed = then.difference(describe(tensor("x", dtype="torch.int32"), tensor("y")))
     assert changed == "field 'x': float32[4, 3] of then is 'x': int32[4, 3] now"
+
+
+def test_a_value_may_become_one_a_row_but_no_pickle() -> None:
+    shared, each, pickled = (
+        describe(parse_leaf("v", {b"is_non_tensor": b"1", b"encoding": encoding}, (4,), None))
+        for encoding in (b"json", b"json_array", b"pickle")
+    )
+    assert shared.difference(each) == each.difference(shared) == ""
+    assert shared.fingerprint == each.fingerprint != pickled.fingerprint
+    assert shared.difference(pickled) == "field 'v': a value of then is 'v': a pickled value now"
 
 
 def test_fingerprints_tell_stores_and_forms_apart() -> None:
