@@ -37,6 +37,7 @@ __all__ = [
     "list_names",
     "load_manifest",
     "publish",
+    "retire",
     "stage",
     "sweep_appends",
     "unlink_keys",
@@ -141,6 +142,17 @@ def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_i
             f"data set {manifest.name!r} at {server.address} was published by another writer while this one wrote; "
             f"nothing of this write was kept. Open what is there, or write again with overwrite=True"
         )
+    if found is not None and found.id != manifest.id:
+        retire(server, found)
+
+
+def retire(server: Server, manifest: Manifest) -> None:
+    """Remove a `mutable` data set in whose place another was published: nobody may go on writing to it."""
+    if manifest.kind != "mutable":
+        return
+    # What its writers look at before they write goes first.
+    keys = chain([manifest.structure_key], chunk_keys(manifest))
+    server.call(f"removing the former {manifest.name!r}", lambda client: unlink_keys(client, keys))
 
 
 def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SECONDS) -> int:

@@ -92,7 +92,7 @@ def plan_read(
         strategy = _choose(ordered, spec, max_gap_bytes)
     if strategy == "pipelined":
         slabs = _pipelined_slabs(rows, ordered, spec, slab_bytes)
-    elif strategy == "lua" and spec.has_columns(int(ordered[-1])):
+    elif strategy == "lua" and spec.has_columns(int(ordered[-1])) and not _adjacent(rows):
         slabs = _column_slabs(rows, ordered, spec, slab_bytes, atomic=atomic)
     else:
         most = MAX_LUA_RANGES if strategy == "lua" and not atomic else None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
-from td_datapipes.catalog import connect
-from td_datapipes.errors import ConfigurationError
+from td_datapipes.catalog import connect, drop, unlink_keys
+from td_datapipes.errors import ConfigurationError, DatasetExistsError
 from td_datapipes.layouts import StoreDescription
 from td_datapipes.manifest import Manifest
-from td_datapipes.remote.entries import Additions, class_path, collect, node_of
+from td_datapipes.remote.entries import Additions, class_path, collect, loaded_class, node_of
 from td_datapipes.remote.futures import Background, RemoteFuture
 from td_datapipes.remote.operations import LocalOperations
 from td_datapipes.remote.records import RecordsTree, create_records
@@ -21,7 +20,8 @@ from td_datapipes.remote.store import StoreTree, create_store
 from td_datapipes.remote.tree import Tree
 from td_datapipes.remote.writing import RemoteWriting
 from td_datapipes.schema import Node
-from td_datapipes.upstream import open_description
+from td_datapipes.store_writer import store_keys
+from td_datapipes.upstream import find_description, open_description
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
@@ -159,8 +159,8 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         made = cls._opened(tree)
         if device is not None:
             made._device_here = torch.device(device)
-        kind = tensorclass or _loaded_class(_root_type(tree))
-        return made if kind is None else kind._from_tensordict(made)  # type: ignore[attr-defined]
+        kind: Any = tensorclass or loaded_class(_root_type(tree))
+        return made if kind is None else kind._from_tensordict(made)
 
     from_store = from_redis
 
@@ -230,7 +230,7 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         return self._tree.refresh()
 
     def clear_redis(self) -> None:
-        """Remove all entries from the server. The (empty) data set stays; `catalog.drop` removes it."""
+        """Remove all of it from the server, whichever node this is. `clear` keeps an empty one."""
         self._check_lock(None)
         self._tree.clear()
 
@@ -303,11 +303,21 @@ def _create(url: str, td: Any, layout: str, device: torch.device | str | None, o
         "device": where,
         "overwrite": overwrite,
         "entries": made.entries,
+        "nodes": nodes,
     }
     try:
-        if layout == "records":
-            return create_records(server, nodes=nodes, **options)
-        return create_store(server, **options)
+        found = find_description(server, server.url.name)
+        if found is not None and not overwrite:
+            raise DatasetExistsError(
+                f"there is a data set {server.url.name!r} at {server.address} ({found.rows} rows); open it with "
+                f"from_redis, pass overwrite=True to put another in its place, or choose another name"
+            )
+        tree: Tree = create_records(server, **options) if layout == "records" else create_store(server, **options)
+        if isinstance(found, Manifest) and layout != "records":
+            drop(server, found.name)
+        elif isinstance(found, StoreDescription) and layout == "records":
+            server.call(f"removing {found.name!r}", lambda client: unlink_keys(client, store_keys(found)))
+        return tree
     except BaseException:
         server.close()
         raise
@@ -337,12 +347,3 @@ def _reopened(tree: Tree) -> Tree:
 def _root_type(tree: Tree) -> str:
     description = tree.description
     return description.tensorclass if isinstance(description, StoreDescription) else description.schema.root.type
-
-
-def _loaded_class(path: str) -> type | None:
-    """A tensorclass by its path, if its module is loaded."""
-    module, _, name = path.rpartition(".")
-    found: Any = sys.modules.get(module)
-    for part in name.split(".") if found is not None else ():
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and hasattr(found, "_from_tensordict") else None

@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDict, is_non_tensor
 from tensordict.base import NO_DEFAULT
 
+from td_datapipes.remote.entries import loaded_class
 from td_datapipes.remote.index import split_index
 from td_datapipes.remote.node import RemoteNode, is_node
 from td_datapipes.remote.operations import refuse
@@ -61,9 +62,25 @@ class RemoteReading(RemoteNode):
         found: Any = self._tree.read(keys, rows)
         if self._tree.unbatched:
             found = found[0]
+        for key, kind in self._classes():
+            if any(key[:depth] in keys for depth in range(len(key) + 1)):
+                holder = found if len(key) == 1 else found.get(key[:-1])
+                holder._set_str(
+                    key[-1], kind._from_tensordict(found.get(key)), inplace=False, validated=True, non_blocking=False
+                )
         for part in self._prefix:
             found = found._get_str(part, None)
         return found if self.device is None else found.to(self.device)
+
+    def _classes(self) -> list[tuple[Key, Any]]:
+        """The tensorclasses of nodes below the root, those that this process has loaded; the deepest first."""
+        nodes = self._tree.description.schema.nodes
+        kinds = [(node.key, loaded_class(node.type)) for node in nodes if node.type and node.key]
+        return sorted(((key, kind) for key, kind in kinds if kind is not None), key=lambda item: -len(item[0]))
+
+    def _local(self, key: Key) -> Any:
+        """An entry or node, in memory."""
+        return self._read([self._prefix + key])._get_tuple(key, None)
 
     def to_local(self) -> TensorDict:
         """Everything, read in one round trip into a TensorDict in memory."""
@@ -86,8 +103,12 @@ class RemoteReading(RemoteNode):
             if default is not NO_DEFAULT:
                 return default
             raise KeyError(f"key {key!r} not found in {type(self).__name__} with keys {sorted(self.keys())}")
+        if not is_node(found):
+            return self._local(parts)
         where = self._prefix + parts
-        return self._node_at(where) if is_node(found) else self._read([where])._get_tuple(parts, None)
+        kind = next((kind for key, kind in self._classes() if key == where), None)
+        node = self._node_at(where)
+        return node if kind is None else kind._from_tensordict(node)
 
     def _get_at_str(self, key: str, idx: Any, default: Any = NO_DEFAULT, **kwargs: Any) -> Any:
         return self._get_at_tuple((key,), idx, default, **kwargs)

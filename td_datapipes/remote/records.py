@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from td_datapipes.catalog import collect, find_manifest
+from td_datapipes.catalog import collect, drop, find_manifest, retire
 from td_datapipes.errors import DatasetChangedError, DatasetExistsError
 from td_datapipes.manifest import Manifest, encode_name, manifest_key, staged_key, superseded_key
 from td_datapipes.remote.staging import Staged, Staging
@@ -27,7 +27,7 @@ from td_datapipes.writer import persist
 
 __all__ = ["RecordsTree", "create_records"]
 
-MAX_ROWS_IN_RECORDS = 1024
+MAX_ROWS_IN_RECORDS = 256
 """Of a field that is written whole and shares its records with others: from here on it gets a group of its own."""
 _ATTEMPTS = 8
 
@@ -99,6 +99,10 @@ class RecordsTree(Tree):
     def batch_size(self) -> tuple[int, ...]:
         shape = self.description.schema.root.batch_shape
         return shape if self.unbatched else (self.rows, *shape)
+
+    @property
+    def _write_token(self) -> bytes:
+        return self.description.structure_key + b":"
 
     def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
         del keys  # one counter stands for all of them
@@ -177,6 +181,8 @@ class RecordsTree(Tree):
             raise DatasetChangedError(
                 f"data set {name!r} at {self.server.address} was changed by somebody else at the same time"
             )
+        if found is not None and found.id != new.id:
+            retire(self.server, found)
         self._take(new)
         persist(self.server)
 
@@ -218,7 +224,7 @@ class RecordsTree(Tree):
         self._change(lambda manifest: replace(manifest, device=device))
 
     def clear(self) -> None:
-        self._change(lambda manifest: without(manifest, _tops(manifest)))
+        drop(self.server, self.description.name)
 
 
 def _replaced(manifest: Manifest, keys: Iterable[Key]) -> list[Key]:
@@ -226,8 +232,3 @@ def _replaced(manifest: Manifest, keys: Iterable[Key]) -> list[Key]:
     leaves = {*manifest.schema.fields, *(value.key for value in manifest.values)}
     found = set(keys)
     return [*found, *(key[:depth] for key in found for depth in range(1, len(key)) if key[:depth] in leaves)]
-
-
-def _tops(manifest: Manifest) -> set[Key]:
-    nodes = [node.key for node in manifest.schema.nodes if node.key]
-    return {key[:1] for key in (*nodes, *manifest.schema.fields, *(value.key for value in manifest.values))}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from td_datapipes.catalog import unlink_keys
 from td_datapipes.errors import SchemaError
 from td_datapipes.extras import decode_value
 from td_datapipes.layouts.tensordict_store import StoreDescription, StoredLeaf, leaf_path
@@ -17,7 +18,14 @@ from td_datapipes.remote.staging import nested_dict
 from td_datapipes.remote.tree import Entry, Tree
 from td_datapipes.remote.values import OneValue, RowValues, encode_value
 from td_datapipes.schema import Group, Key, Node, Schema, format_key
-from td_datapipes.store_writer import StoreWriter, check_string_limit, leaf_metadata, tensor_bytes, value_metadata
+from td_datapipes.store_writer import (
+    StoreWriter,
+    check_string_limit,
+    leaf_metadata,
+    store_keys,
+    tensor_bytes,
+    value_metadata,
+)
 from td_datapipes.wire.server import Server
 from td_datapipes.writer import persist
 
@@ -33,14 +41,16 @@ def create_store(
     device: str,
     overwrite: bool,
     entries: Mapping[Key, Entry],
+    nodes: Sequence[Node] = (),
 ) -> StoreTree:
     """Write a store with these entries, in one step. Arguments as for `create_records`.
 
     Raises:
-        SchemaError: a key this layout cannot hold.
+        SchemaError: a key or a node this layout cannot hold.
         ValueTooLargeError: a field longer than the server takes in one string. Nothing is written then.
         DatasetExistsError: there is one of that name, and `overwrite` is not set.
     """
+    _check_nodes([root, *nodes], entries)
     batch_size = root.batch_shape if unbatched else (rows, *root.batch_shape)
     tensors = {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
     if unbatched:
@@ -62,6 +72,24 @@ def create_store(
     return StoreTree(server, description, allow_pickle=False)
 
 
+def _check_nodes(nodes: Iterable[Node], entries: Mapping[Key, Entry]) -> None:
+    """A store knows its leaves; that a node has a batch size of its own is lost, as in upstream's."""
+    for node in nodes:
+        what = ""
+        if node.names is not None:
+            what = f"names of dims ({', '.join(map(str, node.names))})"
+        elif node.key and node.type:
+            what = f"the type {node.type}"
+        elif node.key and not any(key[: len(node.key)] == node.key for key in entries):
+            what = "a node without entries"
+        if what:
+            where = format_key(node.key) if node.key else "the root"
+            raise SchemaError(
+                f"the layout tensordict_store does not keep {what}, of {where}: use the layout records, or take it off "
+                f"first"
+            )
+
+
 def _value(entry: OneValue | RowValues) -> tuple[str, Any]:
     return ("json_array", list(entry.values)) if isinstance(entry, RowValues) else ("json", entry.value)
 
@@ -79,6 +107,10 @@ class StoreTree(Tree):
     def batch_size(self) -> tuple[int, ...]:
         return self.description.batch_size
 
+    @property
+    def _write_token(self) -> bytes:
+        return self.description.key("__write__:")
+
     def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
         found = []
         for key in keys:
@@ -88,7 +120,7 @@ class StoreTree(Tree):
         return found
 
     def put(self, entries: Mapping[Key, Entry], nodes: Sequence[Node] = (), gone: Iterable[Key] = ()) -> None:
-        del nodes  # they are what leaves have in common; an empty one cannot be stored
+        _check_nodes(nodes, entries)
         for key in gone:
             self.delete(key)
         stay = {key: entry for key, entry in entries.items() if self._fits(key, entry)}
@@ -197,6 +229,8 @@ class StoreTree(Tree):
             self.refresh()
 
     def set_node(self, node: Node) -> None:
+        if node.names is not None:
+            _check_nodes([node], {})
         if node.key:
             raise SchemaError(
                 f"the layout tensordict_store keeps no batch size of {format_key(node.key)}: it is the root's; use the "
@@ -214,8 +248,8 @@ class StoreTree(Tree):
         self.refresh()
 
     def clear(self) -> None:
-        for key in {leaf.key[:1] for leaf in self.description.leaves}:
-            self.delete(key)
+        gone = store_keys(self.description)
+        self.call(f"removing {self.description.name!r}", lambda client: unlink_keys(client, gone))
 
 
 def _encoded(key: Key, entry: OneValue | RowValues) -> tuple[bytes, dict[str, str]]:

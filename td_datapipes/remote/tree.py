@@ -22,7 +22,8 @@ from td_datapipes.remote.values import OneValue, RowValues
 from td_datapipes.schema import Field, Key, Node
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.upstream import Description, find_description
-from td_datapipes.wire.scripts import Script, load_script
+from td_datapipes.wire.range_writer import RangeWriter
+from td_datapipes.wire.scripts import Script
 from td_datapipes.wire.server import Server
 
 __all__ = ["Entry", "StaleWriteError", "Tree", "run_script"]
@@ -65,6 +66,7 @@ class Tree(ABC):
         self._readers: dict[tuple[Key, ...], RowReader] = {}
         self._pid = os.getpid()
         self._wire: RowReader | None = None
+        self._writer = RangeWriter(server.dial, server.address, server.timeout_seconds)
         self._take(description)
 
     def _take(self, description: Description) -> None:
@@ -197,16 +199,14 @@ class Tree(ABC):
     def _send(self, write: Write, keys: Iterable[Key]) -> None:
         if not write.num_ranges:
             return
-        guards = self._write_guards(keys)
-        needed = np.array(write.needed, dtype="<u4").tobytes()
-        arguments = [len(write.keys), needed, write.packed, write.data, *(expected for _, expected in guards)]
-        names = [*write.keys, *(key for key, _ in guards)]
-        script = load_script("write_ranges")
-        answer = self.server.call(
-            f"writing to {self.description.name!r}", lambda client: run_script(client, script, names, arguments)
-        )
-        if answer != b"OK":
-            raise StaleWriteError(answer)
+        doing = f"writing to {self.description.name!r}"
+        if not self._writer.write(write, self._write_guards(keys), self._write_token, doing):
+            raise StaleWriteError(doing)
+
+    @property
+    @abstractmethod
+    def _write_token(self) -> bytes:
+        """Begins a key that nobody uses, in the slot of all others."""
 
     @abstractmethod
     def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
@@ -257,6 +257,7 @@ class Tree(ABC):
         """Drop the connections."""
         if self._wire is not None and self._pid == os.getpid():
             self._wire.close()
+        self._writer.close()
         self.server.close()
 
 
