@@ -17,7 +17,7 @@ from td_datapipes.remote.futures import Background, RemoteFuture
 from td_datapipes.remote.operations import LocalOperations
 from td_datapipes.remote.records import RecordsTree, create_records
 from td_datapipes.remote.store import StoreTree, create_store
-from td_datapipes.remote.tree import Tree
+from td_datapipes.remote.tree import Tree, TreeOptions
 from td_datapipes.remote.writing import RemoteWriting
 from td_datapipes.schema import Node
 from td_datapipes.store_writer import store_keys
@@ -136,6 +136,7 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         device: torch.device | str | None = None,
         tensorclass: type | None = None,
         allow_pickle: bool = False,
+        atomic: bool = False,
     ) -> Any:
         """Open what is on a server, of either layout.
 
@@ -145,6 +146,8 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
             tensorclass: what to wrap it in. By default the class it was made from, if this process has imported it:
                 nothing is imported because a server says so.
             allow_pickle: as for `RedisTDDataset`.
+            atomic: each call that reads gets one consistent snapshot of all rows and entries it asks for, in one Lua
+                call, which blocks the server while it runs. Otherwise each row of a group is consistent in itself.
 
         Raises:
             DatasetNotFoundError: there is none of that name.
@@ -152,7 +155,7 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         """
         server = connect(url)
         try:
-            tree = _tree(server, allow_pickle=allow_pickle)
+            tree = _tree(server, TreeOptions(allow_pickle=allow_pickle, atomic=atomic))
         except BaseException:
             server.close()
             raise
@@ -248,14 +251,14 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         return {
             "server": tree.server,
             "description": tree.description,
-            "allow_pickle": tree.allow_pickle,
+            "options": tree.options,
             "prefix": self._prefix,
             "locks": set(self._locks),
             "device": self._device_here,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tree = _tree_of(state["server"], state["description"], allow_pickle=state["allow_pickle"])
+        tree = _tree_of(state["server"], state["description"], state["options"])
         self._attach(tree, state["prefix"])
         self._locks.update(state["locks"])
         self._device_here = state["device"]
@@ -304,6 +307,7 @@ def _create(url: str, td: Any, layout: str, device: torch.device | str | None, o
         "overwrite": overwrite,
         "entries": made.entries,
         "nodes": nodes,
+        "options": TreeOptions(allow_pickle=False, atomic=False),
     }
     try:
         found = find_description(server, server.url.name)
@@ -323,25 +327,25 @@ def _create(url: str, td: Any, layout: str, device: torch.device | str | None, o
         raise
 
 
-def _tree(server: Server, *, allow_pickle: bool) -> Tree:
-    return _tree_of(server, open_description(server, server.url.name), allow_pickle=allow_pickle)
+def _tree(server: Server, options: TreeOptions) -> Tree:
+    return _tree_of(server, open_description(server, server.url.name), options)
 
 
-def _tree_of(server: Server, description: Any, *, allow_pickle: bool) -> Tree:
+def _tree_of(server: Server, description: Any, options: TreeOptions) -> Tree:
     if isinstance(description, StoreDescription):
-        return StoreTree(server, description, allow_pickle=allow_pickle)
+        return StoreTree(server, description, options)
     if description.kind != "mutable":
         raise ConfigurationError(
             f"data set {description.name!r} at {server.address} is {description.kind}: it is written once. Read it "
             f"with RedisTDDataset, or copy it: RedisTensorDict.from_tensordict(RedisTDDataset(url)[:], another_url)"
         )
-    return RecordsTree(server, description, allow_pickle=allow_pickle)
+    return RecordsTree(server, description, options)
 
 
 def _reopened(tree: Tree) -> Tree:
     """The same, with connections of its own."""
     server = connect(tree.server.url)
-    return _tree_of(server, tree.description, allow_pickle=tree.allow_pickle)
+    return _tree_of(server, tree.description, tree.options)
 
 
 def _root_type(tree: Tree) -> str:

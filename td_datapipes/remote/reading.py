@@ -110,6 +110,15 @@ class RemoteReading(RemoteNode):
         node = self._node_at(where)
         return node if kind is None else kind._from_tensordict(node)
 
+    def select(self, *keys: Any, inplace: bool = False, strict: bool = True) -> TensorDict:
+        """As ``TensorDict.select``, of which only what is selected is read. What it gives is in memory."""
+        if inplace:
+            raise refuse("select(inplace=True)", str(self._url))
+        found = [key for key in map(normalise_key, keys) if self._entry(key) is not None]
+        some = self._read([self._prefix + key for key in found]) if found else self.empty()
+        made: TensorDict = some.select(*keys, strict=strict)
+        return made
+
     def _get_at_str(self, key: str, idx: Any, default: Any = NO_DEFAULT, **kwargs: Any) -> Any:
         return self._get_at_tuple((key,), idx, default, **kwargs)
 

@@ -17,8 +17,8 @@ from td_datapipes.catalog import collect, drop, find_manifest, retire
 from td_datapipes.errors import DatasetChangedError, DatasetExistsError
 from td_datapipes.manifest import Manifest, encode_name, manifest_key, staged_key, superseded_key
 from td_datapipes.remote.staging import Staged, Staging
-from td_datapipes.remote.structure import added, chunk_keys_gone, renamed, with_node, without
-from td_datapipes.remote.tree import Entry, StaleWriteError, Tree, run_script
+from td_datapipes.remote.structure import added, chunk_keys_gone, renamed, with_nodes, without
+from td_datapipes.remote.tree import Entry, StaleWriteError, Tree, TreeOptions, run_script
 from td_datapipes.remote.values import OneValue, RowValues, encode_value
 from td_datapipes.schema import Key, Node, Schema, format_key
 from td_datapipes.wire.scripts import load_script
@@ -42,6 +42,7 @@ def create_records(
     overwrite: bool,
     entries: Mapping[Key, Entry],
     nodes: Sequence[Node],
+    options: TreeOptions,
 ) -> RecordsTree:
     """Publish a mutable data set with these entries, its tensors as one group, in one step.
 
@@ -52,6 +53,7 @@ def create_records(
         unbatched, device: as for `Manifest`.
         overwrite: put it in place of what the name stands for.
         entries, nodes: as for `Tree.put`.
+        options: as for `Tree`.
 
     Raises:
         DatasetExistsError: the name is taken, and `overwrite` is not set.
@@ -78,7 +80,7 @@ def create_records(
         unbatched=unbatched,
         device=device,
     )
-    tree = RecordsTree(server, empty, allow_pickle=False)
+    tree = RecordsTree(server, empty, options)
     with tree.staging(entries) as staged:
         tree.publish(added(empty, staged.groups, nodes, staged.values), found, staged)
     if found is not None:
@@ -217,8 +219,8 @@ class RecordsTree(Tree):
     def rename(self, old: Key, new: Key) -> None:
         self._change(lambda manifest: renamed(without(manifest, [new]) if new != old else manifest, old, new))
 
-    def set_node(self, node: Node) -> None:
-        self._change(lambda manifest: with_node(manifest, lambda found: replace(node, type=found.type), node.key))
+    def set_nodes(self, nodes: Sequence[Node]) -> None:
+        self._change(lambda manifest: with_nodes(manifest, nodes))
 
     def set_device(self, device: str) -> None:
         self._change(lambda manifest: replace(manifest, device=device))

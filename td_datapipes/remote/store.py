@@ -15,7 +15,7 @@ from td_datapipes.errors import SchemaError
 from td_datapipes.extras import decode_value
 from td_datapipes.layouts.tensordict_store import StoreDescription, StoredLeaf, leaf_path
 from td_datapipes.remote.staging import nested_dict
-from td_datapipes.remote.tree import Entry, Tree
+from td_datapipes.remote.tree import Entry, Tree, TreeOptions
 from td_datapipes.remote.values import OneValue, RowValues, encode_value
 from td_datapipes.schema import Group, Key, Node, Schema, format_key
 from td_datapipes.store_writer import (
@@ -41,7 +41,8 @@ def create_store(
     device: str,
     overwrite: bool,
     entries: Mapping[Key, Entry],
-    nodes: Sequence[Node] = (),
+    nodes: Sequence[Node],
+    options: TreeOptions,
 ) -> StoreTree:
     """Write a store with these entries, in one step. Arguments as for `create_records`.
 
@@ -69,7 +70,7 @@ def create_store(
         writer.undo()
         raise
     persist(server)
-    return StoreTree(server, description, allow_pickle=False)
+    return StoreTree(server, description, options)
 
 
 def _check_nodes(nodes: Iterable[Node], entries: Mapping[Key, Entry]) -> None:
@@ -228,18 +229,21 @@ class StoreTree(Tree):
             self.call(f"renaming {format_key(old)}", command)
             self.refresh()
 
-    def set_node(self, node: Node) -> None:
-        if node.names is not None:
-            _check_nodes([node], {})
-        if node.key:
-            raise SchemaError(
-                f"the layout tensordict_store keeps no batch size of {format_key(node.key)}: it is the root's; use the "
-                f"layout records, or to_local()"
-            )
-        shape = node.batch_shape if self.unbatched else (self.rows, *node.batch_shape)
-        if shape != self.batch_size:
+    def set_nodes(self, nodes: Sequence[Node]) -> None:
+        _check_nodes([node for node in nodes if node.names is not None], {})
+        for node in nodes:
+            shape = node.batch_shape if self.unbatched else (self.rows, *node.batch_shape)
+            if shape == self.batch_size:
+                continue
+            if node.key:
+                raise SchemaError(
+                    f"the layout tensordict_store keeps no batch size of {format_key(node.key)}: it is the root's; use "
+                    f"the layout records, or to_local()"
+                )
             text = json.dumps(list(shape))
-            self.call("changing the batch size", lambda c: c.set(self.description.key("__batch_size__"), text))
+            self.call(
+                "changing the batch size", lambda c, text=text: c.set(self.description.key("__batch_size__"), text)
+            )
             self._take(replace(self.description, batch_size=tuple(shape)))
             self.refresh()
 

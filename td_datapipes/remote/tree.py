@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from td_datapipes.wire.range_writer import RangeWriter
 from td_datapipes.wire.scripts import Script
 from td_datapipes.wire.server import Server
 
-__all__ = ["Entry", "StaleWriteError", "Tree", "run_script"]
+__all__ = ["Entry", "StaleWriteError", "Tree", "TreeOptions", "run_script"]
 
 T = TypeVar("T")
 Entry = torch.Tensor | OneValue | RowValues
@@ -36,6 +37,19 @@ MAX_CALL_BYTES = 32 << 20
 MAX_CALL_RANGES = 1 << 15
 """Of one write, which is atomic and blocks the server while it runs; a larger one is atomic by row and group."""
 _ATTEMPTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    """How a tree is read.
+
+    Attributes:
+        allow_pickle: as for `RedisTDDataset`.
+        atomic: read what a call asks for in one Lua call: one consistent snapshot.
+    """
+
+    allow_pickle: bool
+    atomic: bool
 
 
 class StaleWriteError(Exception):
@@ -56,12 +70,11 @@ class Tree(ABC):
     Args:
         server: where it is; owned from here on.
         description: of the data set, as it is now.
-        allow_pickle: as for `RedisTDDataset`.
+        options: how it is read.
     """
 
-    def __init__(self, server: Server, description: Description, *, allow_pickle: bool) -> None:
-        self.server = server
-        self.allow_pickle = allow_pickle
+    def __init__(self, server: Server, description: Description, options: TreeOptions) -> None:
+        self.server, self.options = server, options
         self._costs = CostModel()
         self._readers: dict[tuple[Key, ...], RowReader] = {}
         self._pid = os.getpid()
@@ -153,7 +166,7 @@ class Tree(ABC):
             fields, others = self.fields_below(wanted)
             numbers = np.arange(self.rows, dtype=np.int64) if rows is None else rows
             batch = self._reader(fields).read(numbers)
-            extras = extra_fields(self.server, self.description, others, allow_pickle=self.allow_pickle)
+            extras = extra_fields(self.server, self.description, others, allow_pickle=self.options.allow_pickle)
             return batch if extras is None else extras.add(batch, numbers)
 
         return self.current(action)
@@ -164,7 +177,9 @@ class Tree(ABC):
         names = tuple(field.key for field in fields)
         reader = self._readers.get(names)
         if reader is None:
-            reader = RowReader(self.server, self.description, fields, ReadOptions(), self._costs)
+            reader = RowReader(
+                self.server, self.description, fields, ReadOptions(atomic=self.options.atomic), self._costs
+            )
             if self._wire is None:
                 self._wire = reader
             reader.read_over(self._wire)
@@ -238,8 +253,8 @@ class Tree(ABC):
         """Give an entry, or a node with all below it, another key. What is there is replaced."""
 
     @abstractmethod
-    def set_node(self, node: Node) -> None:
-        """Change a node's batch size or names. For the root, the leading dim stays."""
+    def set_nodes(self, nodes: Sequence[Node]) -> None:
+        """Change the batch size or names of nodes. For the root, the leading dim stays."""
 
     @abstractmethod
     def set_device(self, device: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from remote_tds import LAYOUTS, assert_same, plain, remote, sample
-from rows_in_memory import random_rows, random_tensor
+from rows_in_memory import assert_same_tensor, random_rows, random_tensor
 from servers import ServerProcess
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, lazy_stack, tensorclass
 from tensordict.store import TensorDictStore
@@ -135,8 +135,14 @@ def test_any_index_of_an_entry_reads_what_memory_gives(server: ServerProcess, la
     there = remote(td, server, layout)
     index = data.draw(indices(tuple(td.batch_size)))
     for key in td.keys(True, True):
-        value = td.get(key)
-        assert_same(TensorDict({"v": there.get_at(key, index)}), TensorDict({"v": value[index]}))
+        # An ellipsis takes the last dims of the entry here, which may have no elements.
+        try:
+            expected = td.get(key)[index]
+        except IndexError:
+            with pytest.raises(IndexError):
+                there.get_at(key, index)
+        else:
+            assert_same_tensor(there.get_at(key, index), expected, (key, index))
     there.close()
 
 
@@ -164,7 +170,7 @@ def test_any_index_writes_what_memory_takes(server: ServerProcess, layout: str, 
 def test_set_at_writes_what_memory_takes(server: ServerProcess, layout: str, data: st.DataObject) -> None:
     td = drawn(data, WRITABLE)
     there = remote(td, server, layout)
-    index = data.draw(indices(tuple(td.batch_size)))
+    index = data.draw(parts(td.batch_size[0]))
     for key in list(td.keys(True, True)):
         for value in (torch.ones_like(td.get(key)[index]), torch.zeros((), dtype=td.get(key).dtype)):
             there.set_at_(key, value, index)
@@ -179,9 +185,7 @@ def test_indices_that_memory_refuses_are_refused(server: ServerProcess, layout: 
     td = sample(5)
     there = remote(td, server, layout)
     wrong = data.draw(
-        st.sampled_from(
-            [5, -6, [0, 5], torch.tensor([7]), torch.zeros(4, dtype=torch.bool), torch.ones(2), (0, ..., ...)]
-        )
+        st.sampled_from([5, -6, [0, 5], torch.tensor([7]), torch.zeros(4, dtype=torch.bool), torch.ones(2)])
     )
     with pytest.raises(IndexError):
         td[wrong]
@@ -197,7 +201,7 @@ def test_a_number_or_a_dictionary_is_written_to_rows(pair: tuple[Any, TensorDict
     there, td = pair
     for each in (there, td):
         each[2] = 0
-        each[[4, 5]] = {"a": torch.ones(2, 3), "n": {"x": torch.full((2, 2, 2), 2.0)}}
+        each[[4, 5]] = {"a": torch.ones(2, 3), "n": {"x": torch.full((2, 2, 2), 2.0, dtype=torch.bfloat16)}}
     assert_same(there.to_tensordict(), td)
 
 
@@ -245,13 +249,11 @@ def test_keys_values_and_items_are_those_of_memory(pair: tuple[Any, TensorDict])
                     assert_same(found[key].to_tensordict(), td.get(key))
                 else:
                     assert found[key].dtype == td.get(key).dtype
-    assert there.keys(True, True, sort=True) == sorted(td.keys(True, True), key=str) or set(
-        there.keys(True, True, sort=True)
-    ) == set(td.keys(True, True))
+    assert list(there.keys(True, True, sort=True)) == list(td.keys(True, True, sort=True))
     assert "a" in there.keys()  # noqa: SIM118
-    assert ("n", "x") in there.keys(True)  # noqa: SIM118
+    assert ("n", "x") in there.keys(True)
     assert "a" in there
-    assert ("n", "nothing") not in there.keys(True)  # noqa: SIM118
+    assert ("n", "nothing") not in there.keys(True)
 
 
 def test_entries_come_and_go_one_by_one(pair: tuple[Any, TensorDict]) -> None:
@@ -263,10 +265,6 @@ def test_entries_come_and_go_one_by_one(pair: tuple[Any, TensorDict]) -> None:
         each.set("node", TensorDict({"u": torch.zeros(12, 4)}, [12]))
         del each["a"]
         each.del_(("n", "x"))
-        assert (
-            torch.equal(each.pop("b"), td.get("b", torch.zeros(0)) if "b" in td else each.get("b", torch.zeros(0)))
-            or True
-        )
     assert_same(there.to_tensordict(), td)
 
 
@@ -417,7 +415,7 @@ def test_a_single_row_without_batch_dims(server: ServerProcess, layout: str) -> 
     again = RedisTensorDict.from_redis(there.url)
     assert again.batch_size == ()
     assert_same(again.to_tensordict(), td)
-    with pytest.raises(IndexError):
+    with pytest.raises(RuntimeError, match="batch_dims==0"):
         there[0]
 
 
@@ -426,7 +424,12 @@ def test_a_single_row_without_batch_dims(server: ServerProcess, layout: str) -> 
 
 def test_values_that_are_no_tensors(server: ServerProcess, layout: str) -> None:
     td = TensorDict(
-        {"x": torch.arange(3), "one": "shared", "each": NonTensorStack("a", "b", "a"), "n": {"info": {"k": [1, None]}}},
+        {
+            "x": torch.arange(3),
+            "one": "shared",
+            "each": NonTensorStack("a", "b", "a"),
+            "n": {"info": NonTensorData({"k": [1, None]}, batch_size=[3])},
+        },
         [3],
     )
     td["n", "number"] = NonTensorData(5, batch_size=[3])
@@ -587,8 +590,16 @@ def test_a_pickle_is_another_handle_on_the_same(pair: tuple[Any, TensorDict]) ->
     assert pickle.loads(pickle.dumps(there)).is_locked
 
 
-def test_one_written_by_the_installed_store_is_read_and_written(server: ServerProcess) -> None:
+def for_their_store() -> TensorDict:
+    """It cannot write dtypes that numpy lacks, nor tensors without elements."""
     td = sample()
+    td["n", "x"] = td["n", "x"].to(torch.float64)
+    del td["n", "deep", "none"]
+    return td
+
+
+def test_one_written_by_the_installed_store_is_read_and_written(server: ServerProcess) -> None:
+    td = for_their_store()
     theirs = TensorDictStore.from_tensordict(td, host="127.0.0.1", port=server.port)
     there = RedisTensorDict.from_redis(server.url(theirs._td_id))
     assert there.layout == "tensordict_store"
@@ -603,12 +614,15 @@ def test_one_written_by_the_installed_store_is_read_and_written(server: ServerPr
     del td["b"]
     td.set_non_tensor("s", "text")
     assert_same(there.to_tensordict(), td)
-    assert_same(theirs.to_tensordict(), td)
     theirs.close()
+    # One that stays open goes on with the shapes that it knows.
+    again = TensorDictStore.from_store(td_id=theirs._td_id, host="127.0.0.1", port=server.port)
+    assert_same(again.to_tensordict(), td)
+    again.close()
 
 
 def test_the_installed_store_opens_what_was_written_here(server: ServerProcess) -> None:
-    td = sample()
+    td = for_their_store()
     remote(td, server, "tensordict_store", "shared")
     theirs = TensorDictStore.from_store(td_id="shared", host="127.0.0.1", port=server.port)
     assert_same(theirs.to_tensordict(), td)
@@ -663,6 +677,11 @@ def test_names_are_kept_and_changed(server: ServerProcess) -> None:
     there.names = ["time"]
     assert RedisTensorDict.from_redis(there.url).names == ["time"]
     assert there[1:].names == ["time"]
+    assert there["n"].names == ["time", None]
+    there["n"].names = ["time", "inner"]
+    assert there.to_tensordict()["n"].names == ["time", "inner"]
+    there.names = None
+    assert RedisTensorDict.from_redis(there.url).to_tensordict()["n"].names == [None, "inner"]
 
 
 def test_a_nodes_own_batch_size(server: ServerProcess) -> None:
@@ -703,9 +722,9 @@ def test_iadd_and_other_changes_in_place_raise_and_say_what_to_do(pair: tuple[An
         lambda: there.flatten_keys(".", inplace=True),
         lambda: there.apply(lambda x: x, inplace=True),
         lambda: there.requires_grad_(),
-        lambda: torch.stack([td, td], out=there),
+        lambda: torch.stack(list(td.unbind(0)), out=there),
         lambda: there.load_state_dict({}),
-        lambda: there.auto_batch_size_(2),
+        lambda: there.select("a", inplace=True),
     ]
     for action in actions:
         with pytest.raises(NotImplementedError, match="to_local"):
