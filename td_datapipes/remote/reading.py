@@ -79,8 +79,12 @@ class RemoteReading(RemoteNode):
         return sorted(((key, kind) for key, kind in kinds if kind is not None), key=lambda item: -len(item[0]))
 
     def _local(self, key: Key) -> Any:
-        """An entry or node, in memory."""
-        return self._read([self._prefix + key])._get_tuple(key, None)
+        """An entry or node, in memory.
+
+        Raises:
+            KeyError: it has been removed since this handle last looked.
+        """
+        return self._read([self._prefix + key])._get_tuple(key, NO_DEFAULT)
 
     def to_local(self) -> TensorDict:
         """Everything, read in one round trip into a TensorDict in memory."""
@@ -104,7 +108,10 @@ class RemoteReading(RemoteNode):
                 return default
             raise KeyError(f"key {key!r} not found in {type(self).__name__} with keys {sorted(self.keys())}")
         if not is_node(found):
-            return self._local(parts)
+            try:
+                return self._local(parts)
+            except KeyError:
+                return self._get_tuple(parts, default)  # which knows by now that it is gone
         where = self._prefix + parts
         kind = next((kind for key, kind in self._classes() if key == where), None)
         node = self._node_at(where)
@@ -133,7 +140,10 @@ class RemoteReading(RemoteNode):
         index = None if self._tree.unbatched else split_index(idx, self._tree.rows, found.ndim)
         if index is None or is_non_tensor(found):
             return self._get_tuple(parts)[idx]
-        value = self._read([self._prefix + parts], index.rows)._get_tuple(parts, None)
+        try:
+            value = self._read([self._prefix + parts], index.rows)._get_tuple(parts, NO_DEFAULT)
+        except KeyError:
+            return self._get_tuple(parts, default)  # which knows by now that it is gone
         return value if index.plain else value[index.rest]
 
     def get_at(self, key: Any, index: Any, default: Any = None, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,9 +242,8 @@ class StoreTree(Tree):
                     f"the layout records, or to_local()"
                 )
             text = json.dumps(list(shape))
-            self.call(
-                "changing the batch size", lambda c, text=text: c.set(self.description.key("__batch_size__"), text)
-            )
+            key = self.description.key("__batch_size__")
+            self.call("changing the batch size", partial(_set_string, key, text))
             self._take(replace(self.description, batch_size=tuple(shape)))
             self.refresh()
 
@@ -254,6 +254,10 @@ class StoreTree(Tree):
     def clear(self) -> None:
         gone = store_keys(self.description)
         self.call(f"removing {self.description.name!r}", lambda client: unlink_keys(client, gone))
+
+
+def _set_string(key: bytes, value: str, client: Any) -> None:
+    client.set(key, value)
 
 
 def _encoded(key: Key, entry: OneValue | RowValues) -> tuple[bytes, dict[str, str]]:

@@ -363,9 +363,8 @@ def test_what_does_not_begin_with_the_batch_size_is_refused(pair: tuple[Any, Ten
     assert_same(there.to_tensordict(), td)
 
 
-def test_a_leaf_in_place_of_a_node_and_the_other_way_round(server: ServerProcess) -> None:
-    td = sample()
-    there = remote(td, server, "records")
+def test_a_leaf_in_place_of_a_node_and_the_other_way_round(pair: tuple[Any, TensorDict]) -> None:
+    there, td = pair
     for each in (there, td):
         each["n"] = torch.ones(12)
         each["a"] = TensorDict({"deep": torch.zeros(12, 2)}, [12])
