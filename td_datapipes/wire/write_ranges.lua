@@ -1,8 +1,8 @@
 -- Write many ranges of chunks in one call, unless something has changed since they were planned: all of them, or none.
 --
 -- KEYS     the chunks, each once, then the keys that must hold what they held; all in one slot. One more key where
---          the ranges follow in a transaction that watches it: it is set where something has changed, and the
---          transaction then does nothing.
+--          the ranges follow in a transaction that watches it: it is set (and deleted) where something has
+--          changed, and the transaction then does nothing.
 -- ARGV[1]  how many of the keys are chunks, ARGV[2] how many must hold what they held.
 -- ARGV[3]  for each chunk how long it has to be, u32, little-endian: a chunk that is gone must not come back as zeros.
 -- ARGV[4]  ranges, 12 bytes each, little-endian: u32 number of the key (from 0), u32 first byte, u32 length.
@@ -14,7 +14,8 @@ local chunks, guards = tonumber(ARGV[1]), tonumber(ARGV[2])
 local watched = KEYS[chunks + guards + 1]
 local function stale(answer)
   if watched then
-    redis.call('SET', watched, '', 'PX', 1000)
+    redis.call('SET', watched, '')
+    redis.call('DEL', watched)
   end
   return answer
 end
