@@ -125,6 +125,7 @@ def _tensor(part: torch.Tensor, num_rows: int) -> tuple[Rows, torch.Tensor | int
     rows = _checked(part.reshape(-1).to(torch.int64).numpy(), num_rows)
     if part.ndim == 0:
         return rows, 0
+    # A slice does for rows that stay in a line, but not beside other tensors, with which they would go one to one.
     return rows, torch.arange(len(rows)).reshape(part.shape)
 
 

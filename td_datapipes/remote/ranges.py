@@ -173,7 +173,7 @@ def _assemble(parts: Iterable[_Part], layouts: Sequence[ChunkLayout], chunk_key:
     packed, data = [], []
     for part in parts:
         chunks, starts, lengths = _addresses(part, layouts[part.group])
-        distinct, which = np.unique(chunks, return_inverse=True)
+        distinct, which = _distinct(chunks)
         longest = np.zeros(len(distinct), dtype=np.int64)
         np.maximum.at(longest, which, starts + lengths)
         mine = np.empty(len(distinct), dtype=np.int64)
@@ -189,6 +189,13 @@ def _assemble(parts: Iterable[_Part], layouts: Sequence[ChunkLayout], chunk_key:
         data.append(part.data)
     whole = np.concatenate(data) if len(data) > 1 else (data[0] if data else np.empty(0, dtype=np.uint8))
     return Write(keys=tuple(numbers), needed=tuple(needed), packed=b"".join(packed), data=whole.data)
+
+
+def _distinct(chunks: Rows) -> tuple[Rows, Rows]:
+    """The chunks, each once, and which of them each entry is."""
+    if len(chunks) and int(chunks.min()) == int(chunks.max()):
+        return chunks[:1], np.zeros(len(chunks), dtype=np.int64)
+    return np.unique(chunks, return_inverse=True)
 
 
 def _addresses(part: _Part, layout: ChunkLayout) -> tuple[Rows, Rows, Rows]:

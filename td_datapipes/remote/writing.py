@@ -178,15 +178,15 @@ class RemoteWriting(RemoteReading):
             local[index] = value
             self.update(local, inplace=True)
             return
-        self._write(self._values_at(index, value), split)
+        self._write(self._values_at(index, value, split), split)
 
-    def _values_at(self, index: Any, value: Any) -> dict[Key, Any]:
+    def _values_at(self, index: Any, value: Any, split: RowIndex) -> dict[Key, Any]:
         """What is assigned to each entry, by its key from the root on."""
         if isinstance(value, Number | torch.Tensor):
             leaves = (self._prefix + normalise_key(key) for key in self.structure.keys(True, True))
             return {key: value for key in leaves if key in self._fields}
         td = as_dict(value)
-        shape = torch.empty(self.batch_size, device="meta")[index].shape
+        shape = self._indexed_shape(index, split)
         if td.batch_size != shape and td.batch_dims:
             td = td.expand(shape)
         found: dict[Key, Any] = {}
@@ -200,6 +200,11 @@ class RemoteWriting(RemoteReading):
         if made.entries:
             self._tree.current(lambda: self._tree.put(made.entries))
         return found
+
+    def _indexed_shape(self, index: Any, split: RowIndex) -> torch.Size:
+        if split.plain:
+            return torch.Size((len(split.rows), *self.batch_size[1:]))
+        return self.batch_size[1:] if split.single else torch.empty(self.batch_size, device="meta")[index].shape
 
     def _unset(self, key: Key, item: Any, indexed_dims: int) -> Entry:
         """A new entry, some rows of which are about to be written."""

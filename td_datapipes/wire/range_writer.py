@@ -28,6 +28,8 @@ MAX_SCRIPT_BYTES = 1 << 20
 """Of one argument: every server takes strings of that length (the least that proto-max-bulk-len can be)."""
 SHORT_RANGE_BYTES = 512
 """Ranges that are shorter than this on average are written by Lua."""
+SHORT_BYTES = 4096
+"""All in all, that are written by Lua, whatever the number of ranges."""
 _PART_BYTES = 256 * 1024
 _ATTEMPTS = 8
 _MULTI = b"*1\r\n$5\r\nMULTI\r\n"
@@ -120,7 +122,8 @@ class RangeWriter:
         if self._pid != os.getpid():
             self._reset()
         num_bytes, num_ranges = len(writes.data), len(writes.packed) // 12
-        by_script = num_bytes <= MAX_SCRIPT_BYTES and (num_ranges == 1 or num_bytes < num_ranges * SHORT_RANGE_BYTES)
+        short = num_bytes < max(num_ranges * SHORT_RANGE_BYTES, SHORT_BYTES)
+        by_script = short and num_bytes <= MAX_SCRIPT_BYTES
         with self._lock:
             for _ in range(_ATTEMPTS):
                 if by_script:
