@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import redis
@@ -96,13 +97,26 @@ def list_names(server: Server) -> list[str]:
     return server.call("listing the data sets", command)
 
 
-def stage(server: Server, name: str, staged_id: str, note: str) -> None:
-    """Say that a write of `name` has begun, before its first byte: what a crash leaves behind can then be found."""
+def stage(
+    server: Server, name: str, staged_id: str, note: str, strings: Mapping[bytes, bytes] = MappingProxyType({})
+) -> None:
+    """Say that a write of `name` has begun, before its first byte: what a crash leaves behind can then be found.
+
+    Args:
+        server, name, staged_id, note: which write.
+        strings: what it writes, where that is little enough to go along in the same round trip.
+    """
 
     def command(client: redis.Redis) -> None:
         # The name first: a name without a manifest is harmless, a manifest without its name could not be listed.
-        client.sadd(NAMES_KEY, encode_name(name))
-        client.hset(staged_key(name), staged_id, note)
+        pipe: Any = client.pipeline(transaction=False)
+        pipe.sadd(NAMES_KEY, encode_name(name))
+        pipe.hset(staged_key(name), staged_id, note)
+        for key, value in strings.items():
+            pipe.set(key, value)
+        failed = [answer for answer in pipe.execute(raise_on_error=False) if isinstance(answer, Exception)]
+        if failed:
+            raise failed[0]
 
     server.call(f"beginning to write {name!r}", command)
 

@@ -54,7 +54,7 @@ class RemoteWriting(RemoteReading):
 
     def _set(self, key: Key, value: Any, *, inplace: bool | None, validated: bool, ignore_lock: bool = False) -> Any:
         """Set an entry. `inplace` as torch's TensorDict has it: True needs the entry, None takes it if it is there."""
-        found = self._entry(key)
+        found = self._entry(key, look=inplace is True)
         if inplace is True and found is None:
             raise KeyError(f"key {key!r} not found in {type(self).__name__} with keys {sorted(self.keys())}")
         inplace = inplace is not False and found is not None
