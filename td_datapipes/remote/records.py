@@ -106,29 +106,31 @@ class RecordsTree(Tree):
     def _write_token(self) -> bytes:
         return self.description.structure_key + b":"
 
-    def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
+    def _write_guards(self, known: Manifest, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
         del keys  # one counter stands for all of them
-        return [(self.description.structure_key, b"=%d" % self.description.generation)]
+        return [(known.structure_key, b"=%d" % known.generation)]
 
     def put(self, entries: Mapping[Key, Entry], nodes: Sequence[Node] = (), gone: Iterable[Key] = ()) -> None:
-        gone = list(gone)
-        stay = {key: entry for key, entry in entries.items() if self._fits(key, entry)}
+        gone, known = list(gone), self.description
+        stay = {key: entry for key, entry in entries.items() if self._fits(known, key, entry)}
         fresh = {key: entry for key, entry in entries.items() if key not in stay}
-        known = {node.key for node in self.description.schema.nodes}
-        if fresh or gone or any(node.key not in known for node in nodes):
+        there = {node.key for node in known.schema.nodes}
+        if fresh or gone or any(node.key not in there for node in nodes):
             self._restructure(fresh, nodes, gone)
-        if stay:
-            self.write_rows({key: self.as_rows(entry) for key, entry in stay.items()}, None)
+            if stay:  # where it still is what it was
+                self.put(stay)
+        elif stay:
+            self.write_rows(known, {key: self.as_rows(entry) for key, entry in stay.items()}, None)
 
-    def _fits(self, key: Key, entry: Entry) -> bool:
+    def _fits(self, known: Manifest, key: Key, entry: Entry) -> bool:
         """Whether it is best written where the entry is now."""
-        field = self.description.schema.fields.get(key)
+        field = known.schema.fields.get(key)
         if field is None or not isinstance(entry, torch.Tensor):
             return False
         if field.dtype != entry.dtype or field.shape != tuple(self.as_rows(entry).shape[1:]):
             return False
-        group = next(group for group in self.description.schema.groups if field in group.fields)
-        return len(group.fields) == 1 or self.rows <= MAX_ROWS_IN_RECORDS
+        group = next(group for group in known.schema.groups if field in group.fields)
+        return len(group.fields) == 1 or known.rows <= MAX_ROWS_IN_RECORDS
 
     def _restructure(self, entries: Mapping[Key, Entry], nodes: Sequence[Node], gone: Sequence[Key]) -> None:
         with self.staging(entries) as staged:

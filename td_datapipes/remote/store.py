@@ -113,37 +113,31 @@ class StoreTree(Tree):
     def _write_token(self) -> bytes:
         return self.description.key("__write__:")
 
-    def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
+    def _write_guards(self, known: StoreDescription, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
         found = []
         for key in keys:
-            leaf = self.description.leaf_of[key]
+            leaf = known.leaf_of[key]
             marks = dict(leaf.marks)
-            found.append((self.description.meta_key(leaf.path), b"#%b\n%b" % (marks[b"shape"], marks[b"dtype"])))
+            found.append((known.meta_key(leaf.path), b"#%b\n%b" % (marks[b"shape"], marks[b"dtype"])))
         return found
 
     def put(self, entries: Mapping[Key, Entry], nodes: Sequence[Node] = (), gone: Iterable[Key] = ()) -> None:
         _check_nodes(nodes, entries)
-        for key in gone:
-            self.delete(key)
-        stay = {key: entry for key, entry in entries.items() if self._fits(key, entry)}
+        known = self.description
+        stay = {key: entry for key, entry in entries.items() if _fits(known, key, entry)}
         fresh = {key: entry for key, entry in entries.items() if key not in stay}
-        if fresh:
-            self._set(fresh)
-        if stay:
-            self.write_rows({key: self.as_rows(entry) for key, entry in stay.items()}, None)
+        away = [leaf for key in gone for leaf in self._leaves_below(key)]
+        if fresh or away:
+            self._set(fresh, away)
+            if stay:  # where it still is what it was
+                self.put(stay)
+        elif stay:
+            self.write_rows(known, {key: self.as_rows(entry) for key, entry in stay.items()}, None)
 
-    def _fits(self, key: Key, entry: Entry) -> bool:
-        leaf = self.description.leaf_of.get(key)
-        return (
-            leaf is not None
-            and leaf.kind == "tensor"
-            and isinstance(entry, torch.Tensor)
-            and (leaf.dtype, leaf.shape) == (entry.dtype, tuple(entry.shape))
-        )
-
-    def _set(self, entries: Mapping[Key, Entry]) -> None:
+    def _set(self, entries: Mapping[Key, Entry], away: Sequence[StoredLeaf] = ()) -> None:
+        """Set entries and remove leaves, in one step."""
         paths = {key: leaf_path(key) for key in entries}
-        self._check_nesting(entries)
+        self._check_nesting(entries, away)
         stored = {
             key: (tensor_bytes(entry), leaf_metadata(tuple(entry.shape), entry.dtype))
             if isinstance(entry, torch.Tensor)
@@ -156,6 +150,7 @@ class StoreTree(Tree):
 
         def command(client: Any) -> None:
             pipe = client.pipeline(transaction=True)
+            self._remove(pipe, away)
             for key, (data, metadata) in stored.items():
                 pipe.set(self.description.data_key(paths[key]), data)
                 pipe.delete(self.description.meta_key(paths[key]))
@@ -166,9 +161,9 @@ class StoreTree(Tree):
         self.call(f"writing to {self.description.name!r}", command)
         self.refresh()
 
-    def _check_nesting(self, entries: Iterable[Key]) -> None:
+    def _check_nesting(self, entries: Iterable[Key], away: Iterable[StoredLeaf]) -> None:
         """Upstream cannot tell a leaf from a node of the same name: one has to go first."""
-        everything = {*self.description.leaf_of, *entries}
+        everything = {*self.description.leaf_of, *entries} - {leaf.key for leaf in away if leaf.key not in entries}
         for key in entries:
             above = [key[:depth] for depth in range(1, len(key)) if key[:depth] in everything]
             below = [other for other in everything if len(other) > len(key) and other[: len(key)] == key]
@@ -199,23 +194,26 @@ class StoreTree(Tree):
 
         def command(client: Any) -> None:
             pipe = client.pipeline(transaction=True)
-            for leaf in gone:
-                pipe.unlink(self.description.data_key(leaf.path), self.description.key(f"d:{leaf.path}:idx"))
-                pipe.unlink(self.description.meta_key(leaf.path))
-                pipe.srem(self.description.key("__keys__"), leaf.path)
+            self._remove(pipe, gone)
             pipe.execute()
 
         if gone:
             self.call(f"deleting {format_key(key)}", command)
             self.refresh()
 
+    def _remove(self, pipe: Any, leaves: Iterable[StoredLeaf]) -> None:
+        for leaf in leaves:
+            pipe.unlink(self.description.data_key(leaf.path), self.description.key(f"d:{leaf.path}:idx"))
+            pipe.unlink(self.description.meta_key(leaf.path))
+            pipe.srem(self.description.key("__keys__"), leaf.path)
+
     def rename(self, old: Key, new: Key) -> None:
         moves = [(leaf, leaf_path(new + leaf.key[len(old) :])) for leaf in self._leaves_below(old)]
-        if new != old:
-            self.delete(new)
+        away = [leaf for leaf in self._leaves_below(new) if leaf not in [moved for moved, _ in moves]]
 
         def command(client: Any) -> None:
             pipe = client.pipeline(transaction=True)
+            self._remove(pipe, away)
             for leaf, path in moves:
                 pipe.rename(self.description.data_key(leaf.path), self.description.data_key(path))
                 pipe.rename(self.description.meta_key(leaf.path), self.description.meta_key(path))
@@ -258,6 +256,17 @@ class StoreTree(Tree):
 
 def _set_string(key: bytes, value: str, client: Any) -> None:
     client.set(key, value)
+
+
+def _fits(known: StoreDescription, key: Key, entry: Entry) -> bool:
+    """Whether it is written in place of what is there."""
+    leaf = known.leaf_of.get(key)
+    return (
+        leaf is not None
+        and leaf.kind == "tensor"
+        and isinstance(entry, torch.Tensor)
+        and (leaf.dtype, leaf.shape) == (entry.dtype, tuple(entry.shape))
+    )
 
 
 def _encoded(key: Key, entry: OneValue | RowValues) -> tuple[bytes, dict[str, str]]:

@@ -186,36 +186,39 @@ class Tree(ABC):
             self._readers[names] = reader
         return reader
 
-    def write_rows(self, values: Mapping[Key, torch.Tensor], rows: Rows | None) -> None:
+    def write_rows(self, known: Description, values: Mapping[Key, torch.Tensor], rows: Rows | None) -> None:
         """Write whole fields of rows in place.
 
         Args:
+            known: what the values were made for.
             values: ``[n, *shape]`` each, of the field's dtype.
             rows: ``[n]``; None for all.
 
         Raises:
             StaleWriteError: a field is stored differently than was known; nothing was written.
         """
-        numbers = np.arange(self.rows, dtype=np.int64) if rows is None else rows
-        schema, layout = self.description.schema, layout_of(self.description)
+        numbers = np.arange(known.rows, dtype=np.int64) if rows is None else rows
+        schema, layout = known.schema, layout_of(known)
         row_bytes = sum(schema.fields[key].nbytes for key in values)
         groups = sum(any(field.key in values for field in group.fields) for group in schema.groups)
         for part in slice_rows(len(numbers), row_bytes, MAX_CALL_BYTES, MAX_CALL_RANGES // max(groups, 1)):
             mine = {key: tensor[part] for key, tensor in values.items()}
             write = row_writes(schema, layout.chunk_layouts, layout.chunk_key, mine, numbers[part])
-            self._send(write, values)
+            self._send(known, write, values)
 
-    def write_elements(self, values: Mapping[Key, tuple[torch.Tensor, torch.Tensor]], rows: Rows) -> None:
+    def write_elements(
+        self, known: Description, values: Mapping[Key, tuple[torch.Tensor, torch.Tensor]], rows: Rows
+    ) -> None:
         """Write some elements of rows in place: see `element_writes`. Raises as `write_rows`."""
-        layout = layout_of(self.description)
-        write = element_writes(self.description.schema, layout.chunk_layouts, layout.chunk_key, values, rows)
-        self._send(write, values)
+        layout = layout_of(known)
+        write = element_writes(known.schema, layout.chunk_layouts, layout.chunk_key, values, rows)
+        self._send(known, write, values)
 
-    def _send(self, write: Write, keys: Iterable[Key]) -> None:
+    def _send(self, known: Description, write: Write, keys: Iterable[Key]) -> None:
         if not write.num_ranges:
             return
         doing = f"writing to {self.description.name!r}"
-        if not self._writer.write(write, self._write_guards(keys), self._write_token, doing):
+        if not self._writer.write(write, self._write_guards(known, keys), self._write_token, doing):
             raise StaleWriteError(doing)
 
     @property
@@ -224,7 +227,7 @@ class Tree(ABC):
         """Begins a key that nobody uses, in the slot of all others."""
 
     @abstractmethod
-    def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
+    def _write_guards(self, known: Any, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
         """What has to be as it is known for a write of these fields: keys, and what `write_ranges.lua` compares."""
 
     @abstractmethod

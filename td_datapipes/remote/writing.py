@@ -220,19 +220,20 @@ class RemoteWriting(RemoteReading):
         others = {key: row_texts(key, value, split) for key, value in values.items() if key not in known}
 
         def action() -> None:
-            fields, count = self._fields, len(split.rows)
+            known = self._tree.description
+            fields, count = known.schema.fields, len(split.rows)
             if split.plain or split.single:
                 rows = {
                     key: row_values(value, split, fields[key].shape, fields[key].dtype)
                     for key, value in tensors.items()
                 }
-                self._tree.write_rows(rows, split.rows)
+                self._tree.write_rows(known, rows, split.rows)
             else:
                 elements = {
                     key: element_values(value, split.rest, (count, *fields[key].shape), fields[key].dtype)
                     for key, value in tensors.items()
                 }
-                self._tree.write_elements(elements, split.rows)
+                self._tree.write_elements(known, elements, split.rows)
 
         if tensors:
             self._tree.current(action)
