@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from remote_tds import LAYOUTS, assert_same, remote, sample
 from rows_in_memory import ALL_DTYPES, assert_same_tensor, random_rows, random_tensor
-from servers import ServerProcess
+from servers import ServerProcess, wait_until
 from tensordict import TensorDict
 from tensordict.store import TensorDictStore
 from torch.utils.data import DataLoader
@@ -516,3 +517,21 @@ def test_upstreams_store_and_this_one_write_to_the_same(server: ServerProcess) -
     theirs["x"] = torch.zeros(8, 2, dtype=torch.float64)
     assert_same_tensor(ours["x"], torch.zeros(8, 2, dtype=torch.float64))
     theirs.close()
+
+
+def test_an_embedded_server_keeps_it_after_its_last_user(tmp_path: Path) -> None:
+    td = sample()
+    url = f"embedded://{tmp_path}#kept"
+    there = RedisTensorDict.from_tensordict(td, url)
+    there["late"] = torch.arange(12)
+    there[3] = td[4]
+    pid = there._tree.server.client().info("server")["process_id"]
+    there.close()
+    # It saves and ends once nobody holds it.
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the embedded server to end", 60.0)
+    td["late"] = torch.arange(12)
+    td[3] = td[4].clone()
+    td["late"][3] = 3
+    again = RedisTensorDict.from_redis(url)
+    assert_same(again.to_local(), td)
+    again.close()
