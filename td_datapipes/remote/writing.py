@@ -27,7 +27,7 @@ from td_datapipes.remote.operations import refuse
 from td_datapipes.remote.reading import RemoteReading
 from td_datapipes.remote.tree import Entry
 from td_datapipes.remote.values import plain_values
-from td_datapipes.schema import Key, normalise_key
+from td_datapipes.schema import Key, format_key, normalise_key
 
 __all__ = ["RemoteWriting"]
 
@@ -69,7 +69,7 @@ class RemoteWriting(RemoteReading):
         else:
             holder = self._holder(key[:-1])
             if not validated:
-                value = holder._validate_value(value, check_shape=True, key=key[-1])
+                value = _validated(holder, key, value)
             collect(made, self._prefix + key, value, num_rows=self._num_rows)
             gone = self._stale(key, made)
         self._tree.current(lambda: self._tree.put(made.entries, made.nodes, gone))
@@ -140,7 +140,7 @@ class RemoteWriting(RemoteReading):
             if nested and is_node(self._entry(key, look=False)):
                 self._merge(made, key, value, only)
             else:
-                checked = self._holder(key[:-1])._validate_value(value, check_shape=True, key=key[-1])
+                checked = _validated(self._holder(key[:-1]), key, value)
                 collect(made, self._prefix + key, checked, num_rows=self._num_rows)
 
     def _cast(self, key: Key, entry: Entry) -> Entry:
@@ -340,6 +340,18 @@ class RemoteWriting(RemoteReading):
         for key in list(self.structure.keys(True, True)):
             self.fill_(key, 0)
         return self
+
+
+def _validated(holder: Any, key: Key, value: Any) -> Any:
+    """What a TensorDict would store for a value.
+
+    Raises:
+        RuntimeError: it does not begin with the batch size.
+    """
+    try:
+        return holder._validate_value(value, check_shape=True)
+    except RuntimeError as error:
+        raise RuntimeError(f"entry {format_key(key)}: {error}") from None
 
 
 def _every_key(found: Any) -> list[Any]:
