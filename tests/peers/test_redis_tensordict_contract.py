@@ -19,6 +19,7 @@ from remote_tds import LAYOUTS, assert_same, plain, remote, sample
 from rows_in_memory import assert_same_tensor, random_rows, random_tensor
 from servers import ServerProcess
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, lazy_stack, tensorclass
+from tensordict.nn import TensorDictModule
 from tensordict.store import TensorDictStore
 
 from td_datapipes import RedisTensorDict
@@ -561,6 +562,16 @@ def test_arithmetic_and_shapes_are_those_of_a_copy_in_memory(server: ServerProce
     assert bool((there == td).all())
     assert [int(row["n", "b"]) for row in there] == list(range(6))
     assert there.to(torch.float64)["n", "b"].dtype == torch.float64
+
+
+def test_modules_read_and_write_it(server: ServerProcess, layout: str) -> None:
+    td = TensorDict({"obs": torch.randn(6, 4)}, [6])
+    there = remote(td, server, layout)
+    module = TensorDictModule(torch.nn.Linear(4, 2), in_keys=["obs"], out_keys=[("out", "action")])
+    with torch.no_grad():
+        module(there)
+        module(td)
+    assert_same(there.to_tensordict(), td)
 
 
 # Persistence and processes.
