@@ -45,7 +45,7 @@ class TreeOptions:
 
     Attributes:
         allow_pickle: as for `RedisTDDataset`.
-        atomic: read what a call asks for in one Lua call: one consistent snapshot.
+        atomic: read what a call asks for in one step: one consistent snapshot.
     """
 
     allow_pickle: bool
