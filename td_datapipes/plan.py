@@ -102,7 +102,7 @@ def plan_read(
         slabs = _column_slabs(rows, ordered, spec, slab_bytes, atomic=atomic)
     else:
         most = MAX_LUA_RANGES if strategy == "lua" and not atomic else None
-        envelope = "" if strategy != "lua" else "transaction" if atomic else "table"
+        envelope: Envelope = "" if strategy != "lua" else "transaction" if atomic else "table"
         slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, envelope)
     return ReadPlan(num_rows=len(rows), slabs=tuple(slabs), strategy=strategy)
 
