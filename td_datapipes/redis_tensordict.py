@@ -40,9 +40,9 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
     ``RedisTensorDict(url, batch_size=[n])`` makes an empty one; `from_tensordict` and `from_dict` one with entries;
     `from_redis` opens what is there, also what ``tensordict.store.TensorDictStore`` wrote.
 
-    A row of a group (the entries that were set by one call) is read and written as a whole; a call that reads or
-    writes up to 32 MiB is, too. Handles of other processes see new values at once and new entries when they look for
-    them, or after `refresh`.
+    A row of a group (the entries that were set by one call) is read and written as a whole; a call that writes up to
+    32 MiB is carried out as a whole, too. Handles of other processes see new values at once, and new entries when they
+    look for them or after `refresh`.
 
     Args:
         url: server and name, as for `RedisTDDataset`.

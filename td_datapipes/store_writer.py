@@ -200,7 +200,10 @@ class StoreWriter:
                 pipe.unlink(*map(final.key, (*_SUFFIXES, *_OF_LAZY_STACKS)))
                 for suffix in self._suffixes():
                     pipe.rename(self._key(suffix), final.key(suffix))
-                pipe.execute()
+                try:
+                    pipe.execute()
+                except redis.WatchError:  # somebody else has published, or is writing to it
+                    return False
             return True
 
         if not self._server.call(f"publishing {self._name!r}", command):

@@ -11,10 +11,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import redis
 import torch
 
-from td_datapipes.catalog import collect, drop, find_manifest, retire
-from td_datapipes.errors import DatasetChangedError, DatasetExistsError
+from td_datapipes.catalog import collect, drop, find_manifest, retire, unstage
+from td_datapipes.errors import DatasetChangedError, DatasetExistsError, TDDatapipesError
 from td_datapipes.manifest import Manifest, encode_name, manifest_key, staged_key, superseded_key
 from td_datapipes.remote.staging import Staged, Staging
 from td_datapipes.remote.structure import added, chunk_keys_gone, renamed, with_nodes, without
@@ -81,8 +82,18 @@ def create_records(
         device=device,
     )
     tree = RecordsTree(server, empty, options)
-    with tree.staging(entries) as staged:
-        tree.publish(added(empty, staged.groups, nodes, staged.values), found, staged)
+    try:
+        with tree.staging(entries) as staged:
+            tree.publish(added(empty, staged.groups, nodes, staged.values), found, staged)
+    except BaseException as error:
+        with suppress(TDDatapipesError):
+            unstage(server, name, "", [empty.structure_key])
+        if isinstance(error, DatasetChangedError):
+            raise DatasetExistsError(
+                f"data set {name!r} at {server.address} was published by another writer while this one wrote; nothing "
+                f"of this write was kept. Open what is there, or write again with overwrite=True"
+            ) from error
+        raise
     if found is not None:
         collect(server, name)
     return tree
@@ -209,7 +220,10 @@ class RecordsTree(Tree):
                     return False
                 pipe.multi()
                 pipe.hset(place, mapping=texts)
-                pipe.execute()
+                try:
+                    pipe.execute()
+                except redis.WatchError:
+                    return False
             return True
 
         if texts and not self.call(f"writing {format_key(key)}", command):

@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import redis
 import torch
 from tensordict import TensorDict
 
 from td_datapipes.catalog import unlink_keys
-from td_datapipes.errors import SchemaError
+from td_datapipes.errors import DatasetChangedError, SchemaError
 from td_datapipes.extras import decode_value
 from td_datapipes.layouts.tensordict_store import StoreDescription, StoredLeaf, leaf_path
 from td_datapipes.remote.staging import nested_dict
@@ -31,6 +32,8 @@ from td_datapipes.wire.server import Server
 from td_datapipes.writer import persist
 
 __all__ = ["StoreTree", "create_store"]
+
+_ATTEMPTS = 32
 
 
 def create_store(
@@ -174,17 +177,39 @@ class StoreTree(Tree):
                 )
 
     def put_values(self, key: Key, values: Mapping[int, Any]) -> None:
-        leaf = self.description.leaf_of.get(key)
-        found: list[Any] = [None] * self.rows
-        if leaf is not None:
-            data = self.call(f"reading {format_key(key)}", lambda c: c.get(self.description.data_key(leaf.path)))
-            if leaf.kind == "pickle":
+        for _ in range(_ATTEMPTS):
+            leaf = self.description.leaf_of.get(key)
+            if leaf is not None and leaf.kind == "pickle":
                 raise SchemaError(f"{format_key(key)} is pickled; set the whole entry to write it as JSON")
-            one = decode_value(data or b"null", "json")
-            found = one if leaf.kind == "json_array" and isinstance(one, list) else [one] * self.rows
-        for row, value in values.items():
-            found[row] = value
-        self._set({key: RowValues(tuple(found))})
+            if self.call(f"writing {format_key(key)}", partial(self._change_values, key, leaf, values)):
+                self.refresh()
+                return
+        raise DatasetChangedError(
+            f"{format_key(key)} of {self.description.name!r} at {self.server.address} is being changed by others"
+        )
+
+    def _change_values(self, key: Key, leaf: StoredLeaf | None, values: Mapping[int, Any], client: Any) -> bool:
+        """Upstream keeps all rows' values in one string: it is read and written anew, unless somebody else does."""
+        path = leaf_path(key)
+        with client.pipeline(transaction=True) as pipe:
+            pipe.watch(self.description.data_key(path), self.description.meta_key(path))
+            found: list[Any] = [None] * self.rows
+            if leaf is not None:
+                one = decode_value(pipe.get(self.description.data_key(path)) or b"null", "json")
+                found = one if leaf.kind == "json_array" and isinstance(one, list) else [one] * self.rows
+            for row, value in values.items():
+                found[row] = value
+            data, metadata = _encoded(key, RowValues(tuple(found)))
+            pipe.multi()
+            pipe.set(self.description.data_key(path), data)
+            pipe.delete(self.description.meta_key(path))
+            pipe.hset(self.description.meta_key(path), mapping=metadata)
+            pipe.sadd(self.description.key("__keys__"), path)
+            try:
+                pipe.execute()
+            except redis.WatchError:
+                return False
+        return True
 
     def _leaves_below(self, key: Key) -> list[StoredLeaf]:
         return [leaf for leaf in self.description.leaves if leaf.key[: len(key)] == key]

@@ -18,7 +18,7 @@ import torch
 from remote_tds import LAYOUTS, assert_same, remote, sample
 from rows_in_memory import ALL_DTYPES, assert_same_tensor, random_rows, random_tensor
 from servers import ServerProcess, wait_until
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from tensordict.store import TensorDictStore
 from torch.utils.data import DataLoader
 
@@ -367,6 +367,46 @@ def set_keys(url: str, number: int) -> None:
     there = RedisTensorDict.from_redis(url)
     for at in range(4):
         there[f"k{number}{at}"] = torch.full((12,), number * 10 + at)
+
+
+def create(url: str, layout: str, number: int) -> int:
+    torch.set_num_threads(1)
+    try:
+        RedisTensorDict.from_tensordict(sample(20, number), url, layout=layout)  # type: ignore[arg-type]
+    except DatasetExistsError:
+        return 0
+    return number
+
+
+def test_of_several_that_make_it_at_once_one_does_and_the_others_leave_nothing(
+    server: ServerProcess, layout: str
+) -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        for turn in range(5):
+            url = server.url(f"raced{turn}")
+            made = [
+                number for number in pool.starmap(create, [(url, layout, number) for number in (1, 2, 3, 4)]) if number
+            ]
+            assert len(made) == 1
+            there = RedisTensorDict.from_redis(url)
+            assert_same(there.to_local(), sample(20, made[0]))
+            there.clear_redis()
+    assert keys_of(server) - {b"td:names"} == set()
+
+
+def set_values(url: str, rows: list[int]) -> None:
+    torch.set_num_threads(1)
+    there = RedisTensorDict.from_redis(url)
+    for row in rows:
+        there.set_at_("s", f"row {row}", row)
+
+
+def test_values_of_other_rows_that_are_written_meanwhile_stay(server: ServerProcess, layout: str) -> None:
+    td = TensorDict({"x": torch.arange(12), "s": NonTensorStack(*map(str, range(12)))}, [12])
+    there = remote(td, server, layout)
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        pool.starmap(set_values, [(server.url("td"), list(range(at, 12, 3))) for at in range(3)])
+    assert there["s"] == [f"row {row}" for row in range(12)]
 
 
 def count_up(url: str, until: Event) -> None:
