@@ -163,6 +163,11 @@ def row_texts(key: Key, value: Any, index: RowIndex) -> dict[int, Any]:
     if len(given) != len(rows):
         raise SchemaError(f"{len(given)} values are assigned to {len(rows)} rows of {format_key(key)}")
     for item in given:
+        if isinstance(item, torch.Tensor):
+            raise SchemaError(
+                f"{format_key(key)} holds values, or rows of different shapes: no tensor can be written to some of its "
+                f"rows; set it as a whole"
+            )
         encode_value(key, item)
     return dict(zip(rows, given, strict=True))
 

@@ -138,8 +138,11 @@ class RemoteReading(RemoteNode):
         if is_node(found):
             return self._node_at(self._prefix + parts)[idx]
         index = None if self._tree.unbatched else split_index(idx, self._tree.rows, found.ndim)
-        if index is None or is_non_tensor(found):
+        if index is None:
             return self._get_tuple(parts)[idx]
+        if is_non_tensor(found):  # or rows of different shapes: taken from the rows
+            rows = self._read([self._prefix + parts], index.rows)
+            return (rows if index.plain else rows[index.rest])._get_tuple(parts, NO_DEFAULT)
         try:
             value = self._read([self._prefix + parts], index.rows)._get_tuple(parts, NO_DEFAULT)
         except KeyError:

@@ -20,9 +20,10 @@ from rows_in_memory import assert_same_tensor, random_rows, random_tensor
 from servers import ServerProcess
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection, lazy_stack, tensorclass
 from tensordict.nn import TensorDictModule
-from tensordict.store import TensorDictStore
+from tensordict.store import LazyStackedTensorDictStore, TensorDictStore
 
 from td_datapipes import RedisTensorDict
+from td_datapipes.errors import SchemaError
 
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 FEW = settings(MANY, max_examples=15)
@@ -641,6 +642,38 @@ def test_the_installed_store_opens_what_was_written_here(server: ServerProcess) 
     ours = RedisTensorDict.from_redis(server.url("shared"))
     assert torch.equal(ours["b"], torch.arange(12))
     assert torch.equal(ours["late"], torch.ones(12))
+    theirs.close()
+
+
+def test_lazy_stacks_of_the_installed_store(server: ServerProcess) -> None:
+    rows = [TensorDict({"x": torch.full((3,), float(i)), "n": {"y": torch.tensor(i)}}) for i in range(5)]
+    place: dict[str, Any] = {"host": "127.0.0.1", "port": server.port}
+    theirs = LazyStackedTensorDictStore.from_lazy_stack(lazy_stack(rows, 0), **place)
+    there, td = RedisTensorDict.from_redis(server.url(theirs._td_id)), torch.stack(rows)
+    assert_same(there[[1, 3]], td[[1, 3]])
+    for each in (there, td):
+        each[[0, 2]] = TensorDict({"x": torch.full((2, 3), 9.0), "n": {"y": torch.tensor([7, 8])}}, [2])
+        each["n"].set_at_("y", 55, 4)
+        each["z"] = torch.arange(5)
+        each["x"] = torch.arange(10.0).reshape(5, 2)
+    again = LazyStackedTensorDictStore.from_store(td_id=theirs._td_id, **place)
+    assert_same(again.to_tensordict(), td)
+    theirs.close()
+    again.close()
+
+
+def test_rows_of_different_shapes_are_read_one_by_one(server: ServerProcess) -> None:
+    rows = [TensorDict({"x": torch.full((3 + i,), float(i))}) for i in range(3)]
+    theirs = LazyStackedTensorDictStore.from_lazy_stack(lazy_stack(rows, 0), host="127.0.0.1", port=server.port)
+    there = RedisTensorDict.from_redis(server.url(theirs._td_id))
+    for number, row in enumerate(rows):
+        assert torch.equal(there[number]["x"], row["x"])
+        assert torch.equal(there.get_at("x", number), row["x"])
+    assert [part["x"].shape for part in there.to_local().unbind(0)] == [(3,), (4,), (5,)]
+    with pytest.raises(RuntimeError, match="shapes are"):
+        there["x"]
+    with pytest.raises(SchemaError, match="rows of different shapes"):
+        there[1] = rows[1]
     theirs.close()
 
 
