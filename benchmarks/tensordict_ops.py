@@ -62,7 +62,6 @@ def assign(where: str, value: str) -> Operation:
 OPERATIONS: dict[str, Operation] = {
     "keys": lambda td, _: list(td.keys(True, True)),
     "get": lambda td, draw: td[draw.key],
-    "set": lambda td, draw: td.set(draw.key, draw.whole),
     "items": lambda td, _: dict(td.items()),
     "to_tensordict": lambda td, _: td.to_tensordict(),
     "read int": lambda td, draw: td[draw.row],
@@ -78,6 +77,8 @@ OPERATIONS: dict[str, Operation] = {
     "write list": assign("list", "scattered"),
     "write tensor": assign("tensor", "scattered"),
     "write mask": assign("mask", "scattered"),
+    # Last: a field that is set whole and shares its records with others moves into a group of its own.
+    "set": lambda td, draw: td.set(draw.key, draw.whole),
 }
 SCATTERED = ("read list", "read tensor", "read mask", "write list", "write tensor", "write mask")
 

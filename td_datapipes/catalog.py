@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import redis
@@ -37,6 +38,7 @@ __all__ = [
     "list_names",
     "load_manifest",
     "publish",
+    "retire",
     "stage",
     "sweep_appends",
     "unlink_keys",
@@ -95,13 +97,26 @@ def list_names(server: Server) -> list[str]:
     return server.call("listing the data sets", command)
 
 
-def stage(server: Server, name: str, staged_id: str, note: str) -> None:
-    """Say that a write of `name` has begun, before its first byte: what a crash leaves behind can then be found."""
+def stage(
+    server: Server, name: str, staged_id: str, note: str, strings: Mapping[bytes, bytes] = MappingProxyType({})
+) -> None:
+    """Say that a write of `name` has begun, before its first byte: what a crash leaves behind can then be found.
+
+    Args:
+        server, name, staged_id, note: which write.
+        strings: what it writes, where that is little enough to go along in the same round trip.
+    """
 
     def command(client: redis.Redis) -> None:
         # The name first: a name without a manifest is harmless, a manifest without its name could not be listed.
-        client.sadd(NAMES_KEY, encode_name(name))
-        client.hset(staged_key(name), staged_id, note)
+        pipe: Any = client.pipeline(transaction=False)
+        pipe.sadd(NAMES_KEY, encode_name(name))
+        pipe.hset(staged_key(name), staged_id, note)
+        for key, value in strings.items():
+            pipe.set(key, value)
+        failed = [answer for answer in pipe.execute(raise_on_error=False) if isinstance(answer, Exception)]
+        if failed:
+            raise failed[0]
 
     server.call(f"beginning to write {name!r}", command)
 
@@ -141,6 +156,17 @@ def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_i
             f"data set {manifest.name!r} at {server.address} was published by another writer while this one wrote; "
             f"nothing of this write was kept. Open what is there, or write again with overwrite=True"
         )
+    if found is not None and found.id != manifest.id:
+        retire(server, found)
+
+
+def retire(server: Server, manifest: Manifest) -> None:
+    """Remove a `mutable` data set in whose place another was published: nobody may go on writing to it."""
+    if manifest.kind != "mutable":
+        return
+    # What its writers look at before they write goes first.
+    keys = chain([manifest.structure_key], chunk_keys(manifest))
+    server.call(f"removing the former {manifest.name!r}", lambda client: unlink_keys(client, keys))
 
 
 def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SECONDS) -> int:

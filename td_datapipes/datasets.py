@@ -46,7 +46,7 @@ class RedisTDDataset(Dataset[TensorDict]):
         strategy: ``auto`` picks by cost; ``covering``, ``pipelined`` and ``lua`` force one.
         strided: batches are views of one buffer, for one copy of the whole to a device; not contiguous.
         pin_memory: receive into page-locked memory (needs an accelerator).
-        atomic: read each batch in one Lua call, one consistent snapshot of it.
+        atomic: read each batch in one step, one consistent snapshot of it.
         placement: read only what this rank keeps of a batch: of each row the bytes of its part. Which rows are its own
             is up to the sampler, made with ``rank=dataset.data_rank, world_size=dataset.data_world_size``. Batches are
             plain tensors; `DTensorCollate` places them.

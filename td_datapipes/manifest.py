@@ -289,7 +289,8 @@ class Manifest:
             data["unbatched"] = True
         if self.device:
             data["device"] = self.device
-        return json.dumps(data, indent=1, ensure_ascii=False)
+        # Each new entry of a mutable one publishes it anew, and indented text takes several times as long to make.
+        return json.dumps(data, indent=None if self.kind == "mutable" else 1, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:

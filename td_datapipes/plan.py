@@ -29,6 +29,12 @@ MAX_LUA_RANGES = 4096
 """Ranges of one Lua call. Lua's stack holds about 8,000 values, and a call blocks the server while it runs."""
 
 
+MIN_TRANSACTION_RANGE_BYTES = 512
+"""Ranges that have to be read in one step and are longer on average are read in a transaction: Lua copies more."""
+Envelope = Literal["", "table", "transaction"]
+"""What ranges come in: nothing, a Lua table, or, for longer ranges that have to be one step, a transaction."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
     """How a batch is read.
@@ -92,12 +98,19 @@ def plan_read(
         strategy = _choose(ordered, spec, max_gap_bytes)
     if strategy == "pipelined":
         slabs = _pipelined_slabs(rows, ordered, spec, slab_bytes)
-    elif strategy == "lua" and spec.has_columns(int(ordered[-1])):
+    elif strategy == "lua" and _has_columns(rows, spec, int(ordered[-1]), atomic=atomic):
         slabs = _column_slabs(rows, ordered, spec, slab_bytes, atomic=atomic)
     else:
         most = MAX_LUA_RANGES if strategy == "lua" and not atomic else None
-        slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, as_table=strategy == "lua")
+        envelope: Envelope = "" if strategy != "lua" else "transaction" if atomic else "table"
+        slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, envelope)
     return ReadPlan(num_rows=len(rows), slabs=tuple(slabs), strategy=strategy)
+
+
+def _has_columns(rows: Rows, spec: ReadSpec, last_row: int, *, atomic: bool) -> bool:
+    """Whether one reply a segment pays; where it has to be one call, a transaction is better for longer segments."""
+    short = not atomic or spec.row_bytes < MIN_TRANSACTION_RANGE_BYTES * len(spec.segments)
+    return short and spec.has_columns(last_row) and not _adjacent(rows)
 
 
 def _adjacent(rows: Rows) -> bool:
@@ -260,7 +273,7 @@ def _merge_column(unique: Rows, spec: ReadSpec, group: int, columns: Sequence[in
 
 
 def _covering_slabs(
-    rows: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None, *, as_table: bool
+    rows: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None, envelope: Envelope
 ) -> Iterator[Slab]:
     """Ascending rows cut into slabs, the gaps within each closed."""
     order, unique = _sorted_unique(rows)
@@ -274,7 +287,7 @@ def _covering_slabs(
             positions = order[low:high]
             if high - low > len(part):  # repeats
                 sources = np.searchsorted(part, ordered[low:high])
-        yield _covering_slab(part, spec, max_gap_bytes, positions, sources, as_table=as_table)
+        yield _covering_slab(part, spec, max_gap_bytes, positions, sources, envelope)
 
 
 def _cut_rows(unique: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None) -> list[int]:
@@ -301,10 +314,9 @@ def _covering_slab(
     max_gap_bytes: int,
     positions: slice | Rows,
     sources: Rows | None,
-    *,
-    as_table: bool,
+    envelope: Envelope,
 ) -> Slab:
-    covered, offsets, prefix, stream_bytes = _merged_ranges(rows, spec, max_gap_bytes, as_table=as_table)
+    covered, offsets, prefix, stream_bytes = _merged_ranges(rows, spec, max_gap_bytes, envelope)
     return CoveringSlab(
         rows=rows,
         covered=covered,
@@ -318,12 +330,14 @@ def _covering_slab(
 
 
 def _merged_ranges(
-    rows: Rows, spec: ReadSpec, max_gap_bytes: int, *, as_table: bool
+    rows: Rows, spec: ReadSpec, max_gap_bytes: int, envelope: Envelope
 ) -> tuple[Ranges, list[Rows], bytes, int]:
     """The ranges of ascending rows, each segment's offsets in the reply stream, its prefix and its length."""
     merged = list(_merge(rows, spec, max_gap_bytes))
     lengths = np.concatenate([ranges.lengths for ranges in merged])
-    prefix = b"*%d\r\n" % len(lengths) if as_table else b""
+    prefix = b"*%d\r\n" % len(lengths) if envelope else b""
+    if envelope == "transaction" and int(lengths.sum()) >= MIN_TRANSACTION_RANGE_BYTES * len(lengths):
+        prefix = b"+OK\r\n" + b"+QUEUED\r\n" * len(lengths) + prefix
     ends = np.cumsum(frame_headers(lengths) + lengths + TRAILER_BYTES) + len(prefix)
     data = ends - lengths - TRAILER_BYTES
     offsets: list[Rows] = [rows] * len(spec.segments)

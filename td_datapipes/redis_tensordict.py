@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
-from td_datapipes.catalog import connect
-from td_datapipes.errors import ConfigurationError
+from td_datapipes.catalog import connect, drop, unlink_keys
+from td_datapipes.errors import ConfigurationError, DatasetExistsError
 from td_datapipes.layouts import StoreDescription
 from td_datapipes.manifest import Manifest
-from td_datapipes.remote.entries import Additions, class_path, collect, node_of
+from td_datapipes.remote.entries import Additions, class_path, collect, loaded_class, node_of
 from td_datapipes.remote.futures import Background, RemoteFuture
 from td_datapipes.remote.operations import LocalOperations
 from td_datapipes.remote.records import RecordsTree, create_records
 from td_datapipes.remote.store import StoreTree, create_store
-from td_datapipes.remote.tree import Tree
+from td_datapipes.remote.tree import Tree, TreeOptions
 from td_datapipes.remote.writing import RemoteWriting
 from td_datapipes.schema import Node
-from td_datapipes.upstream import open_description
+from td_datapipes.store_writer import store_keys
+from td_datapipes.upstream import find_description, open_description
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
@@ -40,9 +40,9 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
     ``RedisTensorDict(url, batch_size=[n])`` makes an empty one; `from_tensordict` and `from_dict` one with entries;
     `from_redis` opens what is there, also what ``tensordict.store.TensorDictStore`` wrote.
 
-    A row of a group (the entries that were set by one call) is read and written as a whole; a call that reads or
-    writes up to 32 MiB is, too. Handles of other processes see new values at once and new entries when they look for
-    them, or after `refresh`.
+    A row of a group (the entries that were set by one call) is read and written as a whole; a call that writes up to
+    32 MiB is carried out as a whole, too. Handles of other processes see new values at once, and new entries when they
+    look for them or after `refresh`.
 
     Args:
         url: server and name, as for `RedisTDDataset`.
@@ -136,6 +136,7 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         device: torch.device | str | None = None,
         tensorclass: type | None = None,
         allow_pickle: bool = False,
+        atomic: bool = False,
     ) -> Any:
         """Open what is on a server, of either layout.
 
@@ -145,6 +146,8 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
             tensorclass: what to wrap it in. By default the class it was made from, if this process has imported it:
                 nothing is imported because a server says so.
             allow_pickle: as for `RedisTDDataset`.
+            atomic: each call that reads gets one consistent snapshot of all rows and entries it asks for, in one Lua
+                call, which blocks the server while it runs. Otherwise each row of a group is consistent in itself.
 
         Raises:
             DatasetNotFoundError: there is none of that name.
@@ -152,15 +155,15 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         """
         server = connect(url)
         try:
-            tree = _tree(server, allow_pickle=allow_pickle)
+            tree = _tree(server, TreeOptions(allow_pickle=allow_pickle, atomic=atomic))
         except BaseException:
             server.close()
             raise
         made = cls._opened(tree)
         if device is not None:
             made._device_here = torch.device(device)
-        kind = tensorclass or _loaded_class(_root_type(tree))
-        return made if kind is None else kind._from_tensordict(made)  # type: ignore[attr-defined]
+        kind: Any = tensorclass or loaded_class(_root_type(tree))
+        return made if kind is None else kind._from_tensordict(made)
 
     from_store = from_redis
 
@@ -230,7 +233,7 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         return self._tree.refresh()
 
     def clear_redis(self) -> None:
-        """Remove all entries from the server. The (empty) data set stays; `catalog.drop` removes it."""
+        """Remove all of it from the server, whichever node this is. `clear` keeps an empty one."""
         self._check_lock(None)
         self._tree.clear()
 
@@ -248,14 +251,14 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
         return {
             "server": tree.server,
             "description": tree.description,
-            "allow_pickle": tree.allow_pickle,
+            "options": tree.options,
             "prefix": self._prefix,
             "locks": set(self._locks),
             "device": self._device_here,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tree = _tree_of(state["server"], state["description"], allow_pickle=state["allow_pickle"])
+        tree = _tree_of(state["server"], state["description"], state["options"])
         self._attach(tree, state["prefix"])
         self._locks.update(state["locks"])
         self._device_here = state["device"]
@@ -303,46 +306,48 @@ def _create(url: str, td: Any, layout: str, device: torch.device | str | None, o
         "device": where,
         "overwrite": overwrite,
         "entries": made.entries,
+        "nodes": nodes,
+        "options": TreeOptions(allow_pickle=False, atomic=False),
     }
     try:
-        if layout == "records":
-            return create_records(server, nodes=nodes, **options)
-        return create_store(server, **options)
+        found = find_description(server, server.url.name)
+        if found is not None and not overwrite:
+            raise DatasetExistsError(
+                f"there is a data set {server.url.name!r} at {server.address} ({found.rows} rows); open it with "
+                f"from_redis, pass overwrite=True to put another in its place, or choose another name"
+            )
+        tree: Tree = create_records(server, **options) if layout == "records" else create_store(server, **options)
+        if isinstance(found, Manifest) and layout != "records":
+            drop(server, found.name)
+        elif isinstance(found, StoreDescription) and layout == "records":
+            server.call(f"removing {found.name!r}", lambda client: unlink_keys(client, store_keys(found)))
+        return tree
     except BaseException:
         server.close()
         raise
 
 
-def _tree(server: Server, *, allow_pickle: bool) -> Tree:
-    return _tree_of(server, open_description(server, server.url.name), allow_pickle=allow_pickle)
+def _tree(server: Server, options: TreeOptions) -> Tree:
+    return _tree_of(server, open_description(server, server.url.name), options)
 
 
-def _tree_of(server: Server, description: Any, *, allow_pickle: bool) -> Tree:
+def _tree_of(server: Server, description: Any, options: TreeOptions) -> Tree:
     if isinstance(description, StoreDescription):
-        return StoreTree(server, description, allow_pickle=allow_pickle)
+        return StoreTree(server, description, options)
     if description.kind != "mutable":
         raise ConfigurationError(
             f"data set {description.name!r} at {server.address} is {description.kind}: it is written once. Read it "
             f"with RedisTDDataset, or copy it: RedisTensorDict.from_tensordict(RedisTDDataset(url)[:], another_url)"
         )
-    return RecordsTree(server, description, allow_pickle=allow_pickle)
+    return RecordsTree(server, description, options)
 
 
 def _reopened(tree: Tree) -> Tree:
     """The same, with connections of its own."""
     server = connect(tree.server.url)
-    return _tree_of(server, tree.description, allow_pickle=tree.allow_pickle)
+    return _tree_of(server, tree.description, tree.options)
 
 
 def _root_type(tree: Tree) -> str:
     description = tree.description
     return description.tensorclass if isinstance(description, StoreDescription) else description.schema.root.type
-
-
-def _loaded_class(path: str) -> type | None:
-    """A tensorclass by its path, if its module is loaded."""
-    module, _, name = path.rpartition(".")
-    found: Any = sys.modules.get(module)
-    for part in name.split(".") if found is not None else ():
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and hasattr(found, "_from_tensordict") else None

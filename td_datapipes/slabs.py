@@ -27,7 +27,8 @@ class Slab(Protocol):
 
     Attributes:
         rows: the rows it holds, each once.
-        prefix: bytes of the reply before the first range's header (a Lua table's ``*n`` line).
+        prefix: bytes of the reply before the first range's header (a Lua table's ``*n`` line, a
+            transaction's answers to its commands).
         stream_bytes: length of the whole reply stream when nothing is missing.
         num_ranges: ranges it asks for.
         num_bytes: payload bytes it asks for.

@@ -45,7 +45,7 @@ MAX_LUA_COLUMN_BYTES = 128
 """Of a row of a group, where one Lua call can give whole columns."""
 MIN_LUA_ROWS = 32
 MAX_SNAPSHOT_BYTES = 32 << 20
-"""Of rows of several ranges that are read in one Lua call, which blocks the server while it runs."""
+"""Of rows of several ranges that are read in one step, which blocks the server while it runs."""
 _ATTEMPTS = 2
 
 
@@ -57,7 +57,7 @@ class ReadOptions:
         strategy: ``auto``, or the one to force: ``covering``, ``pipelined``, ``lua``.
         strided: give views of the receive buffer in place of contiguous tensors.
         pin_memory: give page-locked tensors.
-        atomic: read every batch in one Lua call: one consistent snapshot.
+        atomic: read every batch in one step: one consistent snapshot.
     """
 
     strategy: Strategy = "auto"
@@ -70,7 +70,7 @@ class ReadOptions:
             raise ConfigurationError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
         if self.atomic and self.strategy not in ("auto", "lua"):
             raise ConfigurationError(
-                f"atomic=True reads by one Lua call; it cannot be combined with strategy={self.strategy!r}"
+                f"atomic=True reads in one step; it cannot be combined with strategy={self.strategy!r}"
             )
 
     @property

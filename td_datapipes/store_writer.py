@@ -28,7 +28,7 @@ from td_datapipes.upstream import describe
 from td_datapipes.wire.server import Server
 from td_datapipes.writer import string_limit
 
-__all__ = ["StoreWriter", "check_string_limit", "leaf_metadata", "tensor_bytes", "value_metadata"]
+__all__ = ["StoreWriter", "check_string_limit", "leaf_metadata", "store_keys", "tensor_bytes", "value_metadata"]
 
 _SUFFIXES = ("__keys__", "__batch_size__", "__device__", "__tensorclass__")
 _OF_LAZY_STACKS = ("__type__", "__count__", "__stack_dim__", "__inner_batch_size__")
@@ -200,7 +200,10 @@ class StoreWriter:
                 pipe.unlink(*map(final.key, (*_SUFFIXES, *_OF_LAZY_STACKS)))
                 for suffix in self._suffixes():
                     pipe.rename(self._key(suffix), final.key(suffix))
-                pipe.execute()
+                try:
+                    pipe.execute()
+                except redis.WatchError:  # somebody else has published, or is writing to it
+                    return False
             return True
 
         if not self._server.call(f"publishing {self._name!r}", command):
@@ -220,6 +223,13 @@ class StoreWriter:
         keys = [self._key(suffix) for suffix in {*self._suffixes(), *_SUFFIXES}]
         with suppress(TDDatapipesError):
             self._server.call(f"taking back {self._name!r}", lambda client: unlink_keys(client, keys))
+
+
+def store_keys(description: StoreDescription) -> list[bytes]:
+    """Every key of a store."""
+    leaves = [suffix for leaf in description.leaves for suffix in (f"d:{leaf.path}", f"d:{leaf.path}:idx")]
+    leaves += [f"m:{leaf.path}" for leaf in description.leaves]
+    return [description.key(suffix) for suffix in (*leaves, *_SUFFIXES, *_OF_LAZY_STACKS)]
 
 
 def describe_again(description: StoreDescription, name: str, namespace: str) -> StoreDescription:

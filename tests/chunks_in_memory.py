@@ -118,6 +118,8 @@ class ChunksInMemory:
         """The reply stream to a slab's request: RESP2, an array where Lua is asked."""
         values = self.values_of(slab)
         head = b"*%d\r\n" % len(values) if plan.strategy == "lua" else b""
+        if slab.prefix.startswith(b"+OK\r\n"):  # a transaction says so, and that it has queued each command
+            head = b"+OK\r\n" + b"+QUEUED\r\n" * len(values) + head
         return head + b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)
 
     def read(

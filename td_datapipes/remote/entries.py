@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 
+from td_datapipes.errors import SchemaError
 from td_datapipes.remote.index import RowIndex
 from td_datapipes.remote.tree import Entry
-from td_datapipes.remote.values import plain_values
-from td_datapipes.schema import Key, Node, normalise_key
+from td_datapipes.remote.values import encode_value, plain_values
+from td_datapipes.schema import Key, Node, format_key, normalise_key
 
 __all__ = [
     "Additions",
     "ElementValues",
+    "as_dict",
     "class_path",
     "collect",
     "element_values",
+    "items_of",
+    "loaded_class",
     "node_of",
+    "row_texts",
     "row_values",
     "zeros_like",
 ]
@@ -96,18 +102,20 @@ def row_values(value: Any, index: RowIndex, shape: tuple[int, ...], dtype: torch
 
     Args:
         value: what is assigned.
-        index: a plain one.
+        index: a plain one, or of a single row.
         shape: of a row.
         dtype: of the entry.
 
     Raises:
         RuntimeError: torch's, where the value does not fit.
     """
+    if index.single and isinstance(value, torch.Tensor):
+        value = value.unsqueeze(0)
     whole = (len(index.rows), *shape)
     if isinstance(value, torch.Tensor) and tuple(value.shape) == whole and value.dtype == dtype:
         return value
     made = torch.empty(whole, dtype=dtype)
-    made[index.rest] = value if not isinstance(value, torch.Tensor) else value.detach().cpu()
+    made[...] = value if not isinstance(value, torch.Tensor) else value.detach().cpu()
     return made
 
 
@@ -130,6 +138,47 @@ def element_values(value: Any, rest: Any, whole: tuple[int, ...], dtype: torch.d
         count *= size
     places = torch.arange(count).reshape(whole)[rest].reshape(-1)
     return places, made.reshape(-1)[places]
+
+
+def row_texts(key: Key, value: Any, index: RowIndex) -> dict[int, Any]:
+    """The values that are assigned to rows of a non-tensor entry; of a row that comes twice the last stays.
+
+    Raises:
+        SchemaError: the index goes beyond the leading dim, the value is not one a row, or JSON cannot hold it.
+    """
+    rows = index.rows.tolist()
+    picked = index.rest[0]
+    if len(index.rest) > 1 or picked is None or (isinstance(picked, torch.Tensor) and picked.dtype == torch.bool):
+        raise SchemaError(f"{format_key(key)} is no tensor and is written row by row: index the leading dim alone")
+    if isinstance(value, NonTensorData):
+        given = [value.data] * len(rows)
+    elif index.single:
+        given = [value.tolist() if is_non_tensor(value) else value]
+    else:
+        given = value.tolist() if is_non_tensor(value) else value
+        for _ in range(picked.ndim - 1 if isinstance(picked, torch.Tensor) else 0):
+            given = [item for part in given for item in part]
+        if not isinstance(given, list | tuple) or (len(given) != len(rows) and not is_non_tensor(value)):
+            given = [value] * len(rows)
+    if len(given) != len(rows):
+        raise SchemaError(f"{len(given)} values are assigned to {len(rows)} rows of {format_key(key)}")
+    for item in given:
+        if isinstance(item, torch.Tensor):
+            raise SchemaError(
+                f"{format_key(key)} holds values, or rows of different shapes: no tensor can be written to some of its "
+                f"rows; set it as a whole"
+            )
+        encode_value(key, item)
+    return dict(zip(rows, given, strict=True))
+
+
+def loaded_class(path: str) -> Any:
+    """A tensorclass by its path, if its module is loaded: nothing is imported because a server says so."""
+    module, _, name = path.rpartition(".")
+    found: Any = sys.modules.get(module)
+    for part in name.split(".") if found is not None else ():
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and hasattr(found, "_from_tensordict") else None
 
 
 def as_dict(value: Any) -> TensorDictBase:

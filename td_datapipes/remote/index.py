@@ -21,11 +21,13 @@ class RowIndex:
         rows: along the leading dim, ``[n]``.
         rest: an index of what these rows are: ``[n, ...]``.
         plain: whether `rest` changes nothing: each row is taken whole and the leading dim stays.
+        single: whether `rest` only takes the one row out of the leading dim.
     """
 
     rows: Rows
     rest: tuple[Any, ...]
     plain: bool
+    single: bool
 
 
 def split_index(index: Any, num_rows: int, num_dims: int) -> RowIndex | None:
@@ -53,7 +55,8 @@ def split_index(index: Any, num_rows: int, num_dims: int) -> RowIndex | None:
         rows, rest = _first(part, num_rows)
         whole = at == 0 and len(parts) == 1
         plain = whole and (isinstance(part, slice) or (isinstance(rest, torch.Tensor) and rest.ndim == 1))
-        return RowIndex(rows=rows, rest=(*parts[:at], rest, *parts[at + 1 :]), plain=plain)
+        single = whole and isinstance(rest, int)
+        return RowIndex(rows=rows, rest=(*parts[:at], rest, *parts[at + 1 :]), plain=plain, single=single)
     return None
 
 
@@ -122,6 +125,7 @@ def _tensor(part: torch.Tensor, num_rows: int) -> tuple[Rows, torch.Tensor | int
     rows = _checked(part.reshape(-1).to(torch.int64).numpy(), num_rows)
     if part.ndim == 0:
         return rows, 0
+    # A slice does for rows that stay in a line, but not beside other tensors, with which they would go one to one.
     return rows, torch.arange(len(rows)).reshape(part.shape)
 
 

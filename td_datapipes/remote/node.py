@@ -98,7 +98,7 @@ class RemoteNode:
         node = next(node for node in self._tree.description.schema.nodes if node.key == self._prefix)
         shape = tuple(new_size) if rows is None else tuple(new_size[1:])
         names = None if node.names is None else (*node.names, *[None] * len(shape))[: len(shape) + 1]
-        self._tree.set_node(replace(node, batch_shape=shape, names=names))
+        self._tree.set_nodes([replace(node, batch_shape=shape, names=names)])
 
     @property
     def _batch_size(self) -> torch.Size:
@@ -130,13 +130,17 @@ class RemoteNode:
         self._set_names(value)
 
     def _set_names(self, names: Sequence[str | None] | None) -> None:
-        structure = self.structure.clone(recurse=False)
-        structure.names = None if names is None else list(names)
-        node = next(node for node in self._tree.description.schema.nodes if node.key == self._prefix)
-        given = tuple(structure.names) if any(structure.names) else None
-        if given is not None and self._tree.unbatched:
-            given = (None, *given)
-        self._tree.set_node(replace(node, names=given))
+        # Nodes below have the same leading dims: theirs change too.
+        changed = self._tree.skeleton.clone(recurse=False)
+        mine: Any = changed.get(self._prefix) if self._prefix else changed
+        mine.names = None if names is None else list(names)
+        nodes = []
+        for node in self._tree.description.schema.nodes:
+            if node.key[: len(self._prefix)] == self._prefix:
+                found = tuple((changed.get(node.key) if node.key else changed).names)
+                given = None if not any(found) else (None, *found) if self._tree.unbatched else found
+                nodes.append(replace(node, names=given))
+        self._tree.set_nodes(nodes)
 
     def _erase_names(self) -> None:
         self._set_names(None)

@@ -168,24 +168,34 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def _assemble(parts: Iterable[_Part], layouts: Sequence[ChunkLayout], chunk_key: Callable[[int, int], bytes]) -> Write:
-    keys: dict[bytes, int] = {}
+    numbers: dict[bytes, int] = {}
     needed: list[int] = []
     packed, data = [], []
     for part in parts:
         chunks, starts, lengths = _addresses(part, layouts[part.group])
-        distinct, which = np.unique(chunks, return_inverse=True)
+        distinct, which = _distinct(chunks)
         longest = np.zeros(len(distinct), dtype=np.int64)
         np.maximum.at(longest, which, starts + lengths)
-        first = len(keys)
-        for chunk, need in zip(distinct.tolist(), longest.tolist(), strict=True):
-            keys[chunk_key(part.group, chunk)] = len(needed)
-            needed.append(need)
+        mine = np.empty(len(distinct), dtype=np.int64)
+        for position, (chunk, need) in enumerate(zip(distinct.tolist(), longest.tolist(), strict=True)):
+            # Several parts may be of one group, hence of the same chunks.
+            number = mine[position] = numbers.setdefault(chunk_key(part.group, chunk), len(needed))
+            if number == len(needed):
+                needed.append(need)
+            needed[number] = max(needed[number], need)
         entries = np.empty(len(chunks), dtype=_PACKED)
-        entries["f0"], entries["f1"], entries["f2"] = which + first, starts, lengths
+        entries["f0"], entries["f1"], entries["f2"] = mine[which], starts, lengths
         packed.append(entries.tobytes())
         data.append(part.data)
     whole = np.concatenate(data) if len(data) > 1 else (data[0] if data else np.empty(0, dtype=np.uint8))
-    return Write(keys=tuple(keys), needed=tuple(needed), packed=b"".join(packed), data=whole.data)
+    return Write(keys=tuple(numbers), needed=tuple(needed), packed=b"".join(packed), data=whole.data)
+
+
+def _distinct(chunks: Rows) -> tuple[Rows, Rows]:
+    """The chunks, each once, and which of them each entry is."""
+    if len(chunks) and int(chunks.min()) == int(chunks.max()):
+        return chunks[:1], np.zeros(len(chunks), dtype=np.int64)
+    return np.unique(chunks, return_inverse=True)
 
 
 def _addresses(part: _Part, layout: ChunkLayout) -> tuple[Rows, Rows, Rows]:

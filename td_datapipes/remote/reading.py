@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDict, is_non_tensor
 from tensordict.base import NO_DEFAULT
 
+from td_datapipes.remote.entries import loaded_class
 from td_datapipes.remote.index import split_index
 from td_datapipes.remote.node import RemoteNode, is_node
 from td_datapipes.remote.operations import refuse
@@ -61,9 +62,29 @@ class RemoteReading(RemoteNode):
         found: Any = self._tree.read(keys, rows)
         if self._tree.unbatched:
             found = found[0]
+        for key, kind in self._classes():
+            if any(key[:depth] in keys for depth in range(len(key) + 1)):
+                holder = found if len(key) == 1 else found.get(key[:-1])
+                holder._set_str(
+                    key[-1], kind._from_tensordict(found.get(key)), inplace=False, validated=True, non_blocking=False
+                )
         for part in self._prefix:
             found = found._get_str(part, None)
         return found if self.device is None else found.to(self.device)
+
+    def _classes(self) -> list[tuple[Key, Any]]:
+        """The tensorclasses of nodes below the root, those that this process has loaded; the deepest first."""
+        nodes = self._tree.description.schema.nodes
+        kinds = [(node.key, loaded_class(node.type)) for node in nodes if node.type and node.key]
+        return sorted(((key, kind) for key, kind in kinds if kind is not None), key=lambda item: -len(item[0]))
+
+    def _local(self, key: Key) -> Any:
+        """An entry or node, in memory.
+
+        Raises:
+            KeyError: it has been removed since this handle last looked.
+        """
+        return self._read([self._prefix + key])._get_tuple(key, NO_DEFAULT)
 
     def to_local(self) -> TensorDict:
         """Everything, read in one round trip into a TensorDict in memory."""
@@ -86,8 +107,24 @@ class RemoteReading(RemoteNode):
             if default is not NO_DEFAULT:
                 return default
             raise KeyError(f"key {key!r} not found in {type(self).__name__} with keys {sorted(self.keys())}")
+        if not is_node(found):
+            try:
+                return self._local(parts)
+            except KeyError:
+                return self._get_tuple(parts, default)  # which knows by now that it is gone
         where = self._prefix + parts
-        return self._node_at(where) if is_node(found) else self._read([where])._get_tuple(parts, None)
+        kind = next((kind for key, kind in self._classes() if key == where), None)
+        node = self._node_at(where)
+        return node if kind is None else kind._from_tensordict(node)
+
+    def select(self, *keys: Any, inplace: bool = False, strict: bool = True) -> TensorDict:
+        """As ``TensorDict.select``, of which only what is selected is read. What it gives is in memory."""
+        if inplace:
+            raise refuse("select(inplace=True)", str(self._url))
+        found = [key for key in map(normalise_key, keys) if self._entry(key) is not None]
+        some = self._read([self._prefix + key for key in found]) if found else self.empty()
+        made: TensorDict = some.select(*keys, strict=strict)
+        return made
 
     def _get_at_str(self, key: str, idx: Any, default: Any = NO_DEFAULT, **kwargs: Any) -> Any:
         return self._get_at_tuple((key,), idx, default, **kwargs)
@@ -101,9 +138,15 @@ class RemoteReading(RemoteNode):
         if is_node(found):
             return self._node_at(self._prefix + parts)[idx]
         index = None if self._tree.unbatched else split_index(idx, self._tree.rows, found.ndim)
-        if index is None or is_non_tensor(found):
+        if index is None:
             return self._get_tuple(parts)[idx]
-        value = self._read([self._prefix + parts], index.rows)._get_tuple(parts, None)
+        if is_non_tensor(found):  # or rows of different shapes: taken from the rows
+            rows = self._read([self._prefix + parts], index.rows)
+            return (rows if index.plain else rows[index.rest])._get_tuple(parts, NO_DEFAULT)
+        try:
+            value = self._read([self._prefix + parts], index.rows)._get_tuple(parts, NO_DEFAULT)
+        except KeyError:
+            return self._get_tuple(parts, default)  # which knows by now that it is gone
         return value if index.plain else value[index.rest]
 
     def get_at(self, key: Any, index: Any, default: Any = None, **kwargs: Any) -> Any:

@@ -11,14 +11,15 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import redis
 import torch
 
-from td_datapipes.catalog import collect, find_manifest
-from td_datapipes.errors import DatasetChangedError, DatasetExistsError
+from td_datapipes.catalog import collect, drop, find_manifest, retire, unstage
+from td_datapipes.errors import DatasetChangedError, DatasetExistsError, TDDatapipesError
 from td_datapipes.manifest import Manifest, encode_name, manifest_key, staged_key, superseded_key
 from td_datapipes.remote.staging import Staged, Staging
-from td_datapipes.remote.structure import added, chunk_keys_gone, renamed, with_node, without
-from td_datapipes.remote.tree import Entry, StaleWriteError, Tree, run_script
+from td_datapipes.remote.structure import added, chunk_keys_gone, renamed, with_nodes, without
+from td_datapipes.remote.tree import Entry, StaleWriteError, Tree, TreeOptions, run_script
 from td_datapipes.remote.values import OneValue, RowValues, encode_value
 from td_datapipes.schema import Key, Node, Schema, format_key
 from td_datapipes.wire.scripts import load_script
@@ -27,7 +28,7 @@ from td_datapipes.writer import persist
 
 __all__ = ["RecordsTree", "create_records"]
 
-MAX_ROWS_IN_RECORDS = 1024
+MAX_ROWS_IN_RECORDS = 256
 """Of a field that is written whole and shares its records with others: from here on it gets a group of its own."""
 _ATTEMPTS = 8
 
@@ -42,6 +43,7 @@ def create_records(
     overwrite: bool,
     entries: Mapping[Key, Entry],
     nodes: Sequence[Node],
+    options: TreeOptions,
 ) -> RecordsTree:
     """Publish a mutable data set with these entries, its tensors as one group, in one step.
 
@@ -52,6 +54,7 @@ def create_records(
         unbatched, device: as for `Manifest`.
         overwrite: put it in place of what the name stands for.
         entries, nodes: as for `Tree.put`.
+        options: as for `Tree`.
 
     Raises:
         DatasetExistsError: the name is taken, and `overwrite` is not set.
@@ -78,9 +81,19 @@ def create_records(
         unbatched=unbatched,
         device=device,
     )
-    tree = RecordsTree(server, empty, allow_pickle=False)
-    with tree.staging(entries) as staged:
-        tree.publish(added(empty, staged.groups, nodes, staged.values), found, staged)
+    tree = RecordsTree(server, empty, options)
+    try:
+        with tree.staging(entries) as staged:
+            tree.publish(added(empty, staged.groups, nodes, staged.values), found, staged)
+    except BaseException as error:
+        with suppress(TDDatapipesError):
+            unstage(server, name, "", [empty.structure_key])
+        if isinstance(error, DatasetChangedError):
+            raise DatasetExistsError(
+                f"data set {name!r} at {server.address} was published by another writer while this one wrote; nothing "
+                f"of this write was kept. Open what is there, or write again with overwrite=True"
+            ) from error
+        raise
     if found is not None:
         collect(server, name)
     return tree
@@ -100,29 +113,35 @@ class RecordsTree(Tree):
         shape = self.description.schema.root.batch_shape
         return shape if self.unbatched else (self.rows, *shape)
 
-    def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
+    @property
+    def _write_token(self) -> bytes:
+        return self.description.structure_key + b":"
+
+    def _write_guards(self, known: Manifest, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
         del keys  # one counter stands for all of them
-        return [(self.description.structure_key, b"=%d" % self.description.generation)]
+        return [(known.structure_key, b"=%d" % known.generation)]
 
     def put(self, entries: Mapping[Key, Entry], nodes: Sequence[Node] = (), gone: Iterable[Key] = ()) -> None:
-        gone = list(gone)
-        stay = {key: entry for key, entry in entries.items() if self._fits(key, entry)}
+        gone, known = list(gone), self.description
+        stay = {key: entry for key, entry in entries.items() if self._fits(known, key, entry)}
         fresh = {key: entry for key, entry in entries.items() if key not in stay}
-        known = {node.key for node in self.description.schema.nodes}
-        if fresh or gone or any(node.key not in known for node in nodes):
+        there = {node.key for node in known.schema.nodes}
+        if fresh or gone or any(node.key not in there for node in nodes):
             self._restructure(fresh, nodes, gone)
-        if stay:
-            self.write_rows({key: self.as_rows(entry) for key, entry in stay.items()}, None)
+            if stay:  # where it still is what it was
+                self.put(stay)
+        elif stay:
+            self.write_rows(known, {key: self.as_rows(entry) for key, entry in stay.items()}, None)
 
-    def _fits(self, key: Key, entry: Entry) -> bool:
+    def _fits(self, known: Manifest, key: Key, entry: Entry) -> bool:
         """Whether it is best written where the entry is now."""
-        field = self.description.schema.fields.get(key)
+        field = known.schema.fields.get(key)
         if field is None or not isinstance(entry, torch.Tensor):
             return False
         if field.dtype != entry.dtype or field.shape != tuple(self.as_rows(entry).shape[1:]):
             return False
-        group = next(group for group in self.description.schema.groups if field in group.fields)
-        return len(group.fields) == 1 or self.rows <= MAX_ROWS_IN_RECORDS
+        group = next(group for group in known.schema.groups if field in group.fields)
+        return len(group.fields) == 1 or known.rows <= MAX_ROWS_IN_RECORDS
 
     def _restructure(self, entries: Mapping[Key, Entry], nodes: Sequence[Node], gone: Sequence[Key]) -> None:
         with self.staging(entries) as staged:
@@ -177,6 +196,8 @@ class RecordsTree(Tree):
             raise DatasetChangedError(
                 f"data set {name!r} at {self.server.address} was changed by somebody else at the same time"
             )
+        if found is not None and found.id != new.id:
+            retire(self.server, found)
         self._take(new)
         persist(self.server)
 
@@ -199,7 +220,10 @@ class RecordsTree(Tree):
                     return False
                 pipe.multi()
                 pipe.hset(place, mapping=texts)
-                pipe.execute()
+                try:
+                    pipe.execute()
+                except redis.WatchError:
+                    return False
             return True
 
         if texts and not self.call(f"writing {format_key(key)}", command):
@@ -211,14 +235,14 @@ class RecordsTree(Tree):
     def rename(self, old: Key, new: Key) -> None:
         self._change(lambda manifest: renamed(without(manifest, [new]) if new != old else manifest, old, new))
 
-    def set_node(self, node: Node) -> None:
-        self._change(lambda manifest: with_node(manifest, lambda found: replace(node, type=found.type), node.key))
+    def set_nodes(self, nodes: Sequence[Node]) -> None:
+        self._change(lambda manifest: with_nodes(manifest, nodes))
 
     def set_device(self, device: str) -> None:
         self._change(lambda manifest: replace(manifest, device=device))
 
     def clear(self) -> None:
-        self._change(lambda manifest: without(manifest, _tops(manifest)))
+        drop(self.server, self.description.name)
 
 
 def _replaced(manifest: Manifest, keys: Iterable[Key]) -> list[Key]:
@@ -226,8 +250,3 @@ def _replaced(manifest: Manifest, keys: Iterable[Key]) -> list[Key]:
     leaves = {*manifest.schema.fields, *(value.key for value in manifest.values)}
     found = set(keys)
     return [*found, *(key[:depth] for key in found for depth in range(1, len(key)) if key[:depth] in leaves)]
-
-
-def _tops(manifest: Manifest) -> set[Key]:
-    nodes = [node.key for node in manifest.schema.nodes if node.key]
-    return {key[:1] for key in (*nodes, *manifest.schema.fields, *(value.key for value in manifest.values))}

@@ -24,9 +24,13 @@ from td_datapipes.remote.values import OneValue, RowValues
 from td_datapipes.schema import Group, Key, Node, Schema, dtype_name, format_key
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.writer import BulkWriter
-from td_datapipes.writer import IN_FLIGHT, MAX_RECORDS_PER_CHUNK, GroupChunks, check_room, longest_chunk
+from td_datapipes.writer import IN_FLIGHT, MAX_RECORDS_PER_CHUNK, GroupChunks, PutChunk, check_room, longest_chunk
 
 __all__ = ["Staged", "Staging", "nested_dict"]
+
+
+SMALL_BYTES = (1 << 20) - 64
+"""Of records: every server takes a string of that length, and it goes along with the word that a write has begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,8 @@ class Staging:
         if not self._tensors:
             return ()
         group = Group.pack((key, tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in self._tensors.items())
-        largest = longest_chunk(self._server, None) if group.stride_bytes else 16
+        # What is little is written without asking what the server takes.
+        largest = SMALL_BYTES if group.stride_bytes * self._rows <= SMALL_BYTES else longest_chunk(self._server, None)
         return ((group, ChunkLayout.for_stride(group.stride_bytes, largest, MAX_RECORDS_PER_CHUNK), self._id),)
 
     def __enter__(self) -> Staged:
@@ -98,17 +103,37 @@ class Staging:
             self._undo()
 
     def _write(self) -> None:
-        check_room(self._server, self._manifest.schema, self._rows)
+        small = sum(layout.stride_bytes for _, layout, _ in self._groups) * self._rows <= SMALL_BYTES
+        if not small:
+            check_room(self._server, self._manifest.schema, self._rows)
         note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._manifest.tags}
         labels = {"labels": self._manifest.labels}
-        stage(self._server, self._manifest.name, self._id, json.dumps({**note, **labels}))
-        if self._rows and any(layout.stride_bytes for _, layout, _ in self._groups):
+        strings = self._packed() if small else {}
+        stage(self._server, self._manifest.name, self._id, json.dumps({**note, **labels}), strings)
+        if not small:
             self._write_chunks()
         values = {
             key: (isinstance(value, RowValues), list(value.values) if isinstance(value, RowValues) else value.value)
             for key, value in self._others.items()
         }
         self._values = write_values(self._server, self._manifest, values)
+
+    def _packed(self) -> dict[bytes, bytes]:
+        """All chunks, by key."""
+        made: dict[bytes, bytes] = {}
+
+        def put(group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
+            del start_bytes  # every chunk is new
+            made[self._manifest.chunk_key(group, chunk)] = b"".join(parts)
+
+        if self._groups:
+            self._collect(put)
+        return made
+
+    def _collect(self, put: PutChunk) -> None:
+        chunks = GroupChunks(self._manifest, 0, put)
+        chunks.add(TensorDict(nested_dict(self._tensors), batch_size=[self._rows]))
+        chunks.flush()
 
     def _write_chunks(self) -> None:
         writer = BulkWriter(self._server.dial(), self._server.address, self._server.timeout_seconds, IN_FLIGHT)
@@ -118,9 +143,7 @@ class Staging:
             writer.set(self._manifest.chunk_key(group, chunk), parts)
 
         try:
-            chunks = GroupChunks(self._manifest, 0, put)
-            chunks.add(TensorDict(nested_dict(self._tensors), batch_size=[self._rows]))
-            chunks.flush()
+            self._collect(put)
             writer.flush()
         finally:
             writer.settle()

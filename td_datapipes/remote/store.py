@@ -5,23 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import redis
 import torch
 from tensordict import TensorDict
 
-from td_datapipes.errors import SchemaError
+from td_datapipes.catalog import unlink_keys
+from td_datapipes.errors import DatasetChangedError, SchemaError
 from td_datapipes.extras import decode_value
 from td_datapipes.layouts.tensordict_store import StoreDescription, StoredLeaf, leaf_path
 from td_datapipes.remote.staging import nested_dict
-from td_datapipes.remote.tree import Entry, Tree
+from td_datapipes.remote.tree import Entry, Tree, TreeOptions
 from td_datapipes.remote.values import OneValue, RowValues, encode_value
 from td_datapipes.schema import Group, Key, Node, Schema, format_key
-from td_datapipes.store_writer import StoreWriter, check_string_limit, leaf_metadata, tensor_bytes, value_metadata
+from td_datapipes.store_writer import (
+    StoreWriter,
+    check_string_limit,
+    leaf_metadata,
+    store_keys,
+    tensor_bytes,
+    value_metadata,
+)
 from td_datapipes.wire.server import Server
 from td_datapipes.writer import persist
 
 __all__ = ["StoreTree", "create_store"]
+
+_ATTEMPTS = 32
 
 
 def create_store(
@@ -33,14 +45,17 @@ def create_store(
     device: str,
     overwrite: bool,
     entries: Mapping[Key, Entry],
+    nodes: Sequence[Node],
+    options: TreeOptions,
 ) -> StoreTree:
     """Write a store with these entries, in one step. Arguments as for `create_records`.
 
     Raises:
-        SchemaError: a key this layout cannot hold.
+        SchemaError: a key or a node this layout cannot hold.
         ValueTooLargeError: a field longer than the server takes in one string. Nothing is written then.
         DatasetExistsError: there is one of that name, and `overwrite` is not set.
     """
+    _check_nodes([root, *nodes], entries)
     batch_size = root.batch_shape if unbatched else (rows, *root.batch_shape)
     tensors = {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
     if unbatched:
@@ -59,7 +74,25 @@ def create_store(
         writer.undo()
         raise
     persist(server)
-    return StoreTree(server, description, allow_pickle=False)
+    return StoreTree(server, description, options)
+
+
+def _check_nodes(nodes: Iterable[Node], entries: Mapping[Key, Entry]) -> None:
+    """A store knows its leaves; that a node has a batch size of its own is lost, as in upstream's."""
+    for node in nodes:
+        what = ""
+        if node.names is not None:
+            what = f"names of dims ({', '.join(map(str, node.names))})"
+        elif node.key and node.type:
+            what = f"the type {node.type}"
+        elif node.key and not any(key[: len(node.key)] == node.key for key in entries):
+            what = "a node without entries"
+        if what:
+            where = format_key(node.key) if node.key else "the root"
+            raise SchemaError(
+                f"the layout tensordict_store does not keep {what}, of {where}: use the layout records, or take it off "
+                f"first"
+            )
 
 
 def _value(entry: OneValue | RowValues) -> tuple[str, Any]:
@@ -79,37 +112,35 @@ class StoreTree(Tree):
     def batch_size(self) -> tuple[int, ...]:
         return self.description.batch_size
 
-    def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
+    @property
+    def _write_token(self) -> bytes:
+        return self.description.key("__write__:")
+
+    def _write_guards(self, known: StoreDescription, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
         found = []
         for key in keys:
-            leaf = self.description.leaf_of[key]
+            leaf = known.leaf_of[key]
             marks = dict(leaf.marks)
-            found.append((self.description.meta_key(leaf.path), b"#%b\n%b" % (marks[b"shape"], marks[b"dtype"])))
+            found.append((known.meta_key(leaf.path), b"#%b\n%b" % (marks[b"shape"], marks[b"dtype"])))
         return found
 
     def put(self, entries: Mapping[Key, Entry], nodes: Sequence[Node] = (), gone: Iterable[Key] = ()) -> None:
-        del nodes  # they are what leaves have in common; an empty one cannot be stored
-        for key in gone:
-            self.delete(key)
-        stay = {key: entry for key, entry in entries.items() if self._fits(key, entry)}
+        _check_nodes(nodes, entries)
+        known = self.description
+        stay = {key: entry for key, entry in entries.items() if _fits(known, key, entry)}
         fresh = {key: entry for key, entry in entries.items() if key not in stay}
-        if fresh:
-            self._set(fresh)
-        if stay:
-            self.write_rows({key: self.as_rows(entry) for key, entry in stay.items()}, None)
+        away = [leaf for key in gone for leaf in self._leaves_below(key)]
+        if fresh or away:
+            self._set(fresh, away)
+            if stay:  # where it still is what it was
+                self.put(stay)
+        elif stay:
+            self.write_rows(known, {key: self.as_rows(entry) for key, entry in stay.items()}, None)
 
-    def _fits(self, key: Key, entry: Entry) -> bool:
-        leaf = self.description.leaf_of.get(key)
-        return (
-            leaf is not None
-            and leaf.kind == "tensor"
-            and isinstance(entry, torch.Tensor)
-            and (leaf.dtype, leaf.shape) == (entry.dtype, tuple(entry.shape))
-        )
-
-    def _set(self, entries: Mapping[Key, Entry]) -> None:
+    def _set(self, entries: Mapping[Key, Entry], away: Sequence[StoredLeaf] = ()) -> None:
+        """Set entries and remove leaves, in one step."""
         paths = {key: leaf_path(key) for key in entries}
-        self._check_nesting(entries)
+        self._check_nesting(entries, away)
         stored = {
             key: (tensor_bytes(entry), leaf_metadata(tuple(entry.shape), entry.dtype))
             if isinstance(entry, torch.Tensor)
@@ -122,6 +153,7 @@ class StoreTree(Tree):
 
         def command(client: Any) -> None:
             pipe = client.pipeline(transaction=True)
+            self._remove(pipe, away)
             for key, (data, metadata) in stored.items():
                 pipe.set(self.description.data_key(paths[key]), data)
                 pipe.delete(self.description.meta_key(paths[key]))
@@ -132,9 +164,9 @@ class StoreTree(Tree):
         self.call(f"writing to {self.description.name!r}", command)
         self.refresh()
 
-    def _check_nesting(self, entries: Iterable[Key]) -> None:
+    def _check_nesting(self, entries: Iterable[Key], away: Iterable[StoredLeaf]) -> None:
         """Upstream cannot tell a leaf from a node of the same name: one has to go first."""
-        everything = {*self.description.leaf_of, *entries}
+        everything = {*self.description.leaf_of, *entries} - {leaf.key for leaf in away if leaf.key not in entries}
         for key in entries:
             above = [key[:depth] for depth in range(1, len(key)) if key[:depth] in everything]
             below = [other for other in everything if len(other) > len(key) and other[: len(key)] == key]
@@ -145,17 +177,39 @@ class StoreTree(Tree):
                 )
 
     def put_values(self, key: Key, values: Mapping[int, Any]) -> None:
-        leaf = self.description.leaf_of.get(key)
-        found: list[Any] = [None] * self.rows
-        if leaf is not None:
-            data = self.call(f"reading {format_key(key)}", lambda c: c.get(self.description.data_key(leaf.path)))
-            if leaf.kind == "pickle":
+        for _ in range(_ATTEMPTS):
+            leaf = self.description.leaf_of.get(key)
+            if leaf is not None and leaf.kind == "pickle":
                 raise SchemaError(f"{format_key(key)} is pickled; set the whole entry to write it as JSON")
-            one = decode_value(data or b"null", "json")
-            found = one if leaf.kind == "json_array" and isinstance(one, list) else [one] * self.rows
-        for row, value in values.items():
-            found[row] = value
-        self._set({key: RowValues(tuple(found))})
+            if self.call(f"writing {format_key(key)}", partial(self._change_values, key, leaf, values)):
+                self.refresh()
+                return
+        raise DatasetChangedError(
+            f"{format_key(key)} of {self.description.name!r} at {self.server.address} is being changed by others"
+        )
+
+    def _change_values(self, key: Key, leaf: StoredLeaf | None, values: Mapping[int, Any], client: Any) -> bool:
+        """Upstream keeps all rows' values in one string: it is read and written anew, unless somebody else does."""
+        path = leaf_path(key)
+        with client.pipeline(transaction=True) as pipe:
+            pipe.watch(self.description.data_key(path), self.description.meta_key(path))
+            found: list[Any] = [None] * self.rows
+            if leaf is not None:
+                one = decode_value(pipe.get(self.description.data_key(path)) or b"null", "json")
+                found = one if leaf.kind == "json_array" and isinstance(one, list) else [one] * self.rows
+            for row, value in values.items():
+                found[row] = value
+            data, metadata = _encoded(key, RowValues(tuple(found)))
+            pipe.multi()
+            pipe.set(self.description.data_key(path), data)
+            pipe.delete(self.description.meta_key(path))
+            pipe.hset(self.description.meta_key(path), mapping=metadata)
+            pipe.sadd(self.description.key("__keys__"), path)
+            try:
+                pipe.execute()
+            except redis.WatchError:
+                return False
+        return True
 
     def _leaves_below(self, key: Key) -> list[StoredLeaf]:
         return [leaf for leaf in self.description.leaves if leaf.key[: len(key)] == key]
@@ -165,23 +219,26 @@ class StoreTree(Tree):
 
         def command(client: Any) -> None:
             pipe = client.pipeline(transaction=True)
-            for leaf in gone:
-                pipe.unlink(self.description.data_key(leaf.path), self.description.key(f"d:{leaf.path}:idx"))
-                pipe.unlink(self.description.meta_key(leaf.path))
-                pipe.srem(self.description.key("__keys__"), leaf.path)
+            self._remove(pipe, gone)
             pipe.execute()
 
         if gone:
             self.call(f"deleting {format_key(key)}", command)
             self.refresh()
 
+    def _remove(self, pipe: Any, leaves: Iterable[StoredLeaf]) -> None:
+        for leaf in leaves:
+            pipe.unlink(self.description.data_key(leaf.path), self.description.key(f"d:{leaf.path}:idx"))
+            pipe.unlink(self.description.meta_key(leaf.path))
+            pipe.srem(self.description.key("__keys__"), leaf.path)
+
     def rename(self, old: Key, new: Key) -> None:
         moves = [(leaf, leaf_path(new + leaf.key[len(old) :])) for leaf in self._leaves_below(old)]
-        if new != old:
-            self.delete(new)
+        away = [leaf for leaf in self._leaves_below(new) if leaf not in [moved for moved, _ in moves]]
 
         def command(client: Any) -> None:
             pipe = client.pipeline(transaction=True)
+            self._remove(pipe, away)
             for leaf, path in moves:
                 pipe.rename(self.description.data_key(leaf.path), self.description.data_key(path))
                 pipe.rename(self.description.meta_key(leaf.path), self.description.meta_key(path))
@@ -196,16 +253,20 @@ class StoreTree(Tree):
             self.call(f"renaming {format_key(old)}", command)
             self.refresh()
 
-    def set_node(self, node: Node) -> None:
-        if node.key:
-            raise SchemaError(
-                f"the layout tensordict_store keeps no batch size of {format_key(node.key)}: it is the root's; use the "
-                f"layout records, or to_local()"
-            )
-        shape = node.batch_shape if self.unbatched else (self.rows, *node.batch_shape)
-        if shape != self.batch_size:
+    def set_nodes(self, nodes: Sequence[Node]) -> None:
+        _check_nodes([node for node in nodes if node.names is not None], {})
+        for node in nodes:
+            shape = node.batch_shape if self.unbatched else (self.rows, *node.batch_shape)
+            if shape == self.batch_size:
+                continue
+            if node.key:
+                raise SchemaError(
+                    f"the layout tensordict_store keeps no batch size of {format_key(node.key)}: it is the root's; use "
+                    f"the layout records, or to_local()"
+                )
             text = json.dumps(list(shape))
-            self.call("changing the batch size", lambda c: c.set(self.description.key("__batch_size__"), text))
+            key = self.description.key("__batch_size__")
+            self.call("changing the batch size", partial(_set_string, key, text))
             self._take(replace(self.description, batch_size=tuple(shape)))
             self.refresh()
 
@@ -214,8 +275,23 @@ class StoreTree(Tree):
         self.refresh()
 
     def clear(self) -> None:
-        for key in {leaf.key[:1] for leaf in self.description.leaves}:
-            self.delete(key)
+        gone = store_keys(self.description)
+        self.call(f"removing {self.description.name!r}", lambda client: unlink_keys(client, gone))
+
+
+def _set_string(key: bytes, value: str, client: Any) -> None:
+    client.set(key, value)
+
+
+def _fits(known: StoreDescription, key: Key, entry: Entry) -> bool:
+    """Whether it is written in place of what is there."""
+    leaf = known.leaf_of.get(key)
+    return (
+        leaf is not None
+        and leaf.kind == "tensor"
+        and isinstance(entry, torch.Tensor)
+        and (leaf.dtype, leaf.shape) == (entry.dtype, tuple(entry.shape))
+    )
 
 
 def _encoded(key: Key, entry: OneValue | RowValues) -> tuple[bytes, dict[str, str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from td_datapipes.manifest import ChunkLayout, Manifest, Value
 from td_datapipes.schema import Field, Group, Key, Node, Schema
 
-__all__ = ["NewGroup", "added", "chunk_keys_gone", "renamed", "with_node", "without"]
+__all__ = ["NewGroup", "added", "chunk_keys_gone", "renamed", "with_nodes", "without"]
 
 NewGroup = tuple[Group, ChunkLayout, str]
 """A group, how it is cut into chunks, and its label."""
@@ -88,9 +88,10 @@ def renamed(manifest: Manifest, old: Key, new: Key) -> Manifest:
     return replace(parents, generation=manifest.generation + 1)
 
 
-def with_node(manifest: Manifest, change: Callable[[Node], Node], key: Key) -> Manifest:
-    """With one node changed."""
-    nodes = [change(node) if node.key == key else node for node in manifest.schema.nodes]
+def with_nodes(manifest: Manifest, changed: Iterable[Node]) -> Manifest:
+    """With other batch sizes and names of nodes; their types stay."""
+    new = {node.key: node for node in changed}
+    nodes = [replace(new.get(node.key, node), type=node.type) for node in manifest.schema.nodes]
     return _rebuilt(manifest, _groups(manifest), nodes, manifest.values)
 
 

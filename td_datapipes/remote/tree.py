@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,10 +23,11 @@ from td_datapipes.remote.values import OneValue, RowValues
 from td_datapipes.schema import Field, Key, Node
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.upstream import Description, find_description
-from td_datapipes.wire.scripts import Script, load_script
+from td_datapipes.wire.range_writer import RangeWriter
+from td_datapipes.wire.scripts import Script
 from td_datapipes.wire.server import Server
 
-__all__ = ["Entry", "StaleWriteError", "Tree", "run_script"]
+__all__ = ["Entry", "StaleWriteError", "Tree", "TreeOptions", "run_script"]
 
 T = TypeVar("T")
 Entry = torch.Tensor | OneValue | RowValues
@@ -35,6 +37,19 @@ MAX_CALL_BYTES = 32 << 20
 MAX_CALL_RANGES = 1 << 15
 """Of one write, which is atomic and blocks the server while it runs; a larger one is atomic by row and group."""
 _ATTEMPTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    """How a tree is read.
+
+    Attributes:
+        allow_pickle: as for `RedisTDDataset`.
+        atomic: read what a call asks for in one step: one consistent snapshot.
+    """
+
+    allow_pickle: bool
+    atomic: bool
 
 
 class StaleWriteError(Exception):
@@ -55,16 +70,16 @@ class Tree(ABC):
     Args:
         server: where it is; owned from here on.
         description: of the data set, as it is now.
-        allow_pickle: as for `RedisTDDataset`.
+        options: how it is read.
     """
 
-    def __init__(self, server: Server, description: Description, *, allow_pickle: bool) -> None:
-        self.server = server
-        self.allow_pickle = allow_pickle
+    def __init__(self, server: Server, description: Description, options: TreeOptions) -> None:
+        self.server, self.options = server, options
         self._costs = CostModel()
         self._readers: dict[tuple[Key, ...], RowReader] = {}
         self._pid = os.getpid()
         self._wire: RowReader | None = None
+        self._writer = RangeWriter(server.dial, server.address, server.timeout_seconds)
         self._take(description)
 
     def _take(self, description: Description) -> None:
@@ -151,7 +166,7 @@ class Tree(ABC):
             fields, others = self.fields_below(wanted)
             numbers = np.arange(self.rows, dtype=np.int64) if rows is None else rows
             batch = self._reader(fields).read(numbers)
-            extras = extra_fields(self.server, self.description, others, allow_pickle=self.allow_pickle)
+            extras = extra_fields(self.server, self.description, others, allow_pickle=self.options.allow_pickle)
             return batch if extras is None else extras.add(batch, numbers)
 
         return self.current(action)
@@ -162,54 +177,57 @@ class Tree(ABC):
         names = tuple(field.key for field in fields)
         reader = self._readers.get(names)
         if reader is None:
-            reader = RowReader(self.server, self.description, fields, ReadOptions(), self._costs)
+            reader = RowReader(
+                self.server, self.description, fields, ReadOptions(atomic=self.options.atomic), self._costs
+            )
             if self._wire is None:
                 self._wire = reader
             reader.read_over(self._wire)
             self._readers[names] = reader
         return reader
 
-    def write_rows(self, values: Mapping[Key, torch.Tensor], rows: Rows | None) -> None:
+    def write_rows(self, known: Description, values: Mapping[Key, torch.Tensor], rows: Rows | None) -> None:
         """Write whole fields of rows in place.
 
         Args:
+            known: what the values were made for.
             values: ``[n, *shape]`` each, of the field's dtype.
             rows: ``[n]``; None for all.
 
         Raises:
             StaleWriteError: a field is stored differently than was known; nothing was written.
         """
-        numbers = np.arange(self.rows, dtype=np.int64) if rows is None else rows
-        schema, layout = self.description.schema, layout_of(self.description)
+        numbers = np.arange(known.rows, dtype=np.int64) if rows is None else rows
+        schema, layout = known.schema, layout_of(known)
         row_bytes = sum(schema.fields[key].nbytes for key in values)
         groups = sum(any(field.key in values for field in group.fields) for group in schema.groups)
         for part in slice_rows(len(numbers), row_bytes, MAX_CALL_BYTES, MAX_CALL_RANGES // max(groups, 1)):
             mine = {key: tensor[part] for key, tensor in values.items()}
             write = row_writes(schema, layout.chunk_layouts, layout.chunk_key, mine, numbers[part])
-            self._send(write, values)
+            self._send(known, write, values)
 
-    def write_elements(self, values: Mapping[Key, tuple[torch.Tensor, torch.Tensor]], rows: Rows) -> None:
+    def write_elements(
+        self, known: Description, values: Mapping[Key, tuple[torch.Tensor, torch.Tensor]], rows: Rows
+    ) -> None:
         """Write some elements of rows in place: see `element_writes`. Raises as `write_rows`."""
-        layout = layout_of(self.description)
-        write = element_writes(self.description.schema, layout.chunk_layouts, layout.chunk_key, values, rows)
-        self._send(write, values)
+        layout = layout_of(known)
+        write = element_writes(known.schema, layout.chunk_layouts, layout.chunk_key, values, rows)
+        self._send(known, write, values)
 
-    def _send(self, write: Write, keys: Iterable[Key]) -> None:
+    def _send(self, known: Description, write: Write, keys: Iterable[Key]) -> None:
         if not write.num_ranges:
             return
-        guards = self._write_guards(keys)
-        needed = np.array(write.needed, dtype="<u4").tobytes()
-        arguments = [len(write.keys), needed, write.packed, write.data, *(expected for _, expected in guards)]
-        names = [*write.keys, *(key for key, _ in guards)]
-        script = load_script("write_ranges")
-        answer = self.server.call(
-            f"writing to {self.description.name!r}", lambda client: run_script(client, script, names, arguments)
-        )
-        if answer != b"OK":
-            raise StaleWriteError(answer)
+        doing = f"writing to {self.description.name!r}"
+        if not self._writer.write(write, self._write_guards(known, keys), self._write_token, doing):
+            raise StaleWriteError(doing)
+
+    @property
+    @abstractmethod
+    def _write_token(self) -> bytes:
+        """Begins a key that nobody uses, in the slot of all others."""
 
     @abstractmethod
-    def _write_guards(self, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
+    def _write_guards(self, known: Any, keys: Iterable[Key]) -> list[tuple[bytes, bytes]]:
         """What has to be as it is known for a write of these fields: keys, and what `write_ranges.lua` compares."""
 
     @abstractmethod
@@ -238,8 +256,8 @@ class Tree(ABC):
         """Give an entry, or a node with all below it, another key. What is there is replaced."""
 
     @abstractmethod
-    def set_node(self, node: Node) -> None:
-        """Change a node's batch size or names. For the root, the leading dim stays."""
+    def set_nodes(self, nodes: Sequence[Node]) -> None:
+        """Change the batch size or names of nodes. For the root, the leading dim stays."""
 
     @abstractmethod
     def set_device(self, device: str) -> None:
@@ -257,6 +275,7 @@ class Tree(ABC):
         """Drop the connections."""
         if self._wire is not None and self._pid == os.getpid():
             self._wire.close()
+        self._writer.close()
         self.server.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -10,14 +11,23 @@ import torch
 from tensordict import NonTensorData, is_non_tensor, is_tensor_collection
 from tensordict.base import NO_DEFAULT
 
-from td_datapipes.errors import SchemaError
-from td_datapipes.remote.entries import Additions, as_dict, collect, element_values, items_of, row_values, zeros_like
+from td_datapipes.remote.entries import (
+    Additions,
+    as_dict,
+    collect,
+    element_values,
+    items_of,
+    row_texts,
+    row_values,
+    zeros_like,
+)
 from td_datapipes.remote.index import RowIndex, split_index
 from td_datapipes.remote.node import is_node
 from td_datapipes.remote.operations import refuse
 from td_datapipes.remote.reading import RemoteReading
 from td_datapipes.remote.tree import Entry
-from td_datapipes.schema import Key, normalise_key
+from td_datapipes.remote.values import plain_values
+from td_datapipes.schema import Key, format_key, normalise_key
 
 __all__ = ["RemoteWriting"]
 
@@ -44,7 +54,7 @@ class RemoteWriting(RemoteReading):
 
     def _set(self, key: Key, value: Any, *, inplace: bool | None, validated: bool, ignore_lock: bool = False) -> Any:
         """Set an entry. `inplace` as torch's TensorDict has it: True needs the entry, None takes it if it is there."""
-        found = self._entry(key)
+        found = self._entry(key, look=inplace is True)
         if inplace is True and found is None:
             raise KeyError(f"key {key!r} not found in {type(self).__name__} with keys {sorted(self.keys())}")
         inplace = inplace is not False and found is not None
@@ -59,7 +69,7 @@ class RemoteWriting(RemoteReading):
         else:
             holder = self._holder(key[:-1])
             if not validated:
-                value = holder._validate_value(value, check_shape=True, key=key[-1])
+                value = _validated(holder, key, value)
             collect(made, self._prefix + key, value, num_rows=self._num_rows)
             gone = self._stale(key, made)
         self._tree.current(lambda: self._tree.put(made.entries, made.nodes, gone))
@@ -130,7 +140,7 @@ class RemoteWriting(RemoteReading):
             if nested and is_node(self._entry(key, look=False)):
                 self._merge(made, key, value, only)
             else:
-                checked = self._holder(key[:-1])._validate_value(value, check_shape=True, key=key[-1])
+                checked = _validated(self._holder(key[:-1]), key, value)
                 collect(made, self._prefix + key, checked, num_rows=self._num_rows)
 
     def _cast(self, key: Key, entry: Entry) -> Entry:
@@ -168,71 +178,71 @@ class RemoteWriting(RemoteReading):
             local[index] = value
             self.update(local, inplace=True)
             return
-        self._write(self._values_at(index, value), split)
+        self._write(self._values_at(index, value, split), split)
 
-    def _values_at(self, index: Any, value: Any) -> dict[Key, Any]:
+    def _values_at(self, index: Any, value: Any, split: RowIndex) -> dict[Key, Any]:
         """What is assigned to each entry, by its key from the root on."""
         if isinstance(value, Number | torch.Tensor):
-            leaves = self.structure.keys(True, True)
-            return {self._prefix + normalise_key(key): value for key in leaves}
+            leaves = (self._prefix + normalise_key(key) for key in self.structure.keys(True, True))
+            return {key: value for key in leaves if key in self._fields}
         td = as_dict(value)
-        shape = torch.empty(self.batch_size, device="meta")[index].shape
+        shape = self._indexed_shape(index, split)
         if td.batch_size != shape and td.batch_dims:
             td = td.expand(shape)
         found: dict[Key, Any] = {}
         made = Additions()
         for name, item in _leaves(td):
-            known = self._entry(name)
-            if known is None and isinstance(item, torch.Tensor):
-                made.entries[self._prefix + name] = zeros_like(item, len(shape), self.batch_size)
-            found[self._prefix + name] = item
+            key = self._prefix + name
+            if self._entry(name) is None:
+                self._check_lock(None)
+                made.entries[key] = self._unset(key, item, len(shape))
+            found[key] = item
         if made.entries:
-            self._check_lock(None)
             self._tree.current(lambda: self._tree.put(made.entries))
         return found
 
+    def _indexed_shape(self, index: Any, split: RowIndex) -> torch.Size:
+        if split.plain:
+            return torch.Size((len(split.rows), *self.batch_size[1:]))
+        return self.batch_size[1:] if split.single else torch.empty(self.batch_size, device="meta")[index].shape
+
+    def _unset(self, key: Key, item: Any, indexed_dims: int) -> Entry:
+        """A new entry, some rows of which are about to be written."""
+        if isinstance(item, torch.Tensor):
+            return zeros_like(item, indexed_dims, self.batch_size)
+        return plain_values(key, NonTensorData(None), self._num_rows)
+
     def _write(self, values: Mapping[Key, Any], split: RowIndex) -> None:
-        tensors = {key: value for key, value in values.items() if not _is_value(value) and key in self._fields}
-        if not split.plain and split.rest == (0,):  # an int: one row without its dim
-            split = RowIndex(rows=split.rows, rest=(slice(None),), plain=True)
-            tensors = {
-                key: value.unsqueeze(0) if isinstance(value, torch.Tensor) else value for key, value in tensors.items()
-            }
+        """Write what is assigned to rows of entries: the tensors in one call, then each of the others."""
+        known = self._fields
+        tensors = {key: value for key, value in values.items() if key in known}
+        # Before anything is written: what cannot be is found here.
+        others = {key: row_texts(key, value, split) for key, value in values.items() if key not in known}
 
         def action() -> None:
-            fields = self._fields
-            if split.plain:
-                rows = {key: row_values(v, split, fields[key].shape, fields[key].dtype) for key, v in tensors.items()}
-                self._tree.write_rows(rows, split.rows)
-            else:
-                count = len(split.rows)
-                elements = {
-                    key: element_values(v, split.rest, (count, *fields[key].shape), fields[key].dtype)
-                    for key, v in tensors.items()
+            known = self._tree.description
+            fields, count = known.schema.fields, len(split.rows)
+            if split.plain or split.single:
+                rows = {
+                    key: row_values(value, split, fields[key].shape, fields[key].dtype)
+                    for key, value in tensors.items()
                 }
-                self._tree.write_elements(elements, split.rows)
+                self._tree.write_rows(known, rows, split.rows)
+            else:
+                elements = {
+                    key: element_values(value, split.rest, (count, *fields[key].shape), fields[key].dtype)
+                    for key, value in tensors.items()
+                }
+                self._tree.write_elements(known, elements, split.rows)
 
         if tensors:
             self._tree.current(action)
-        for key, value in values.items():
-            if key not in tensors and not isinstance(value, Number | torch.Tensor):
-                self._write_values(key, value, split)
+        for key, given in others.items():
+            self._tree.current(partial(self._tree.put_values, key, given))
 
     @property
     def _fields(self) -> Any:
         return self._tree.description.schema.fields
-
-    def _write_values(self, key: Key, value: Any, split: RowIndex) -> None:
-        if not split.plain:
-            raise SchemaError(f"non-tensor data of {key} is written row by row: index the leading dim alone")
-        rows = split.rows.tolist()
-        if isinstance(value, NonTensorData):
-            given = [value.data] * len(rows)
-        elif is_non_tensor(value):
-            given = list(value.tolist())
-        else:
-            given = list(value) if isinstance(value, list | tuple) and len(value) == len(rows) else [value] * len(rows)
-        self._tree.current(lambda: self._tree.put_values(key, dict(zip(rows, given, strict=True))))
 
     def _set_at_str(self, key: str, value: Any, idx: Any, *, validated: bool, non_blocking: bool) -> Any:
         return self._set_at_tuple((key,), value, idx, validated=validated, non_blocking=non_blocking)
@@ -252,11 +262,10 @@ class RemoteWriting(RemoteReading):
             whole = self._get_tuple(parts)
             whole[idx] = value
             self._set(parts, whole, inplace=True, validated=True)
-        elif is_non_tensor(found):
-            plain = RowIndex(rows=split.rows, rest=split.rest, plain=split.plain or split.rest == (0,))
-            self._write_values(where, value, plain)
+        elif is_non_tensor(found) or isinstance(value, torch.Tensor):
+            self._write({where: value}, split)
         else:
-            self._write({where: value if isinstance(value, torch.Tensor) else torch.as_tensor(value)}, split)
+            self._write({where: torch.as_tensor(value)}, split)
         return self
 
     # Removing and renaming.
@@ -279,7 +288,7 @@ class RemoteWriting(RemoteReading):
         found = self._get_tuple(normalise_key(key), default)
         if found is default:
             return default
-        value = found.to_local() if isinstance(found, RemoteReading) else found
+        value = self._local(normalise_key(key)) if is_node(found) else found
         self.del_(key)
         return value
 
@@ -293,8 +302,8 @@ class RemoteWriting(RemoteReading):
     def clear(self) -> Any:
         """Remove all entries."""
         self._check_lock(None)
-        for key in list(self.keys()):
-            self.del_(key)
+        gone = [(*self._prefix, key) for key in self.keys()]
+        self._tree.current(lambda: self._tree.put({}, (), gone))
         return self
 
     def rename_key_(self, old_key: Any, new_key: Any, safe: bool = False) -> Any:
@@ -333,8 +342,16 @@ class RemoteWriting(RemoteReading):
         return self
 
 
-def _is_value(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor | Number)
+def _validated(holder: Any, key: Key, value: Any) -> Any:
+    """What a TensorDict would store for a value.
+
+    Raises:
+        RuntimeError: it does not begin with the batch size.
+    """
+    try:
+        return holder._validate_value(value, check_shape=True)
+    except RuntimeError as error:
+        raise RuntimeError(f"entry {format_key(key)}: {error}") from None
 
 
 def _every_key(found: Any) -> list[Any]:

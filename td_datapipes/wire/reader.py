@@ -219,7 +219,7 @@ class _FaultFinder:
         self._lengths = slab.ranges().lengths.tolist()
         self._replies = ReplyParser(max(self._lengths) + _SPARE_READ_BYTES)
         self._scratch = memoryview(bytearray(1 << 16))
-        self._index = -1 if slab.prefix else 0
+        self._index = -slab.prefix.count(b"\n")
 
     def target(self) -> memoryview:
         return self._scratch

@@ -23,6 +23,8 @@ __all__ = ["RequestBuilder", "bulk"]
 MAX_TABLE_ENTRIES = 32768
 """Bounds each table to a few MB; a full one starts over."""
 _CHUNK_BITS = 40
+_MULTI = b"*1\r\n$5\r\nMULTI\r\n"
+_EXEC = b"*1\r\n$4\r\nEXEC\r\n"
 EARLY_RANGES = 128
 """Of a request for many: sent first, so that the server works on them while the request for the rest is made."""
 _MIN_TEXT_RANGES = 48
@@ -169,9 +171,11 @@ class RequestBuilder:
         return tails
 
     def _script(self, slab: Slab) -> Iterable[bytes]:
-        """One call that returns all ranges as a table; their numbers packed in one argument."""
+        """One call that returns all ranges as a table, their numbers packed in one argument; or a transaction."""
         if isinstance(slab, ColumnSlab):
             return (self._columns(slab),)
+        if slab.prefix.startswith(b"+OK"):
+            return (_MULTI, self._singly(slab), _EXEC)
         ranges = slab.ranges()
         if int((ranges.starts + ranges.lengths).max()) > _MAX_SCRIPT_BYTES:
             raise ConfigurationError(

@@ -181,3 +181,19 @@ def test_a_script_that_cannot_reach_a_range_is_not_asked() -> None:
         else:
             with pytest.raises(ConfigurationError, match="reach the first 4 GiB of a server string"):
                 asked_by(builder, plan)
+
+
+def test_long_ranges_that_have_to_be_read_in_one_step_are_a_transaction() -> None:
+    spec, rows = column_spec([4096, 1024], 1000), np.array([900, 20, 500])
+    plan = plan_read(rows, spec, ReadCost(), strategy="lua", slab_bytes=64, atomic=True)
+    (slab,) = plan.slabs
+    assert slab.num_ranges == 6
+    assert slab.prefix == b"+OK\r\n" + 6 * b"+QUEUED\r\n" + b"*6\r\n"
+    framed = 3 * (len("$4096\r\n") + 4096 + 2 + len("$1024\r\n") + 1024 + 2)
+    assert slab.stream_bytes == len(slab.prefix) + framed
+    request = b"".join(RequestBuilder(lambda group, chunk: b"k%d" % (group + chunk)).for_plan(plan)(slab))
+    assert request.startswith(b"*1\r\n$5\r\nMULTI\r\n*4\r\n$8\r\nGETRANGE\r\n$2\r\nk0\r\n")
+    assert request.endswith(b"*1\r\n$4\r\nEXEC\r\n")
+    assert request.count(b"GETRANGE") == 6
+    short = plan_read(rows, column_spec([40, 10], 1000), ReadCost(), strategy="lua", slab_bytes=64, atomic=True)
+    assert [slab.prefix for slab in short.slabs] == [b"*2\r\n"]
