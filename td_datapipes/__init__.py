@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from td_datapipes.nodes import RedisTDReader
     from td_datapipes.placement import Placement
     from td_datapipes.redis_tensordict import RedisTensorDict
+    from td_datapipes.replay import RedisReplayBuffer
     from td_datapipes.writer import write_dataset
 
 __all__ = [
     "DTensorCollate",
     "Placement",
+    "RedisReplayBuffer",
     "RedisTDDataset",
     "RedisTDIterDataPipe",
     "RedisTDIterableDataset",
@@ -43,6 +45,7 @@ __all__ = [
 _HOMES = {
     "DTensorCollate": "td_datapipes.dtensor_collate",
     "Placement": "td_datapipes.placement",
+    "RedisReplayBuffer": "td_datapipes.replay",
     "RedisTDDataset": "td_datapipes.datasets",
     "RedisTDIterDataPipe": "td_datapipes.datapipes",
     "RedisTDIterableDataset": "td_datapipes.datapipes",

@@ -203,7 +203,7 @@ def drop(server: Server, name: str) -> None:
 
     def command(client: redis.Redis) -> None:
         client.delete(manifest_key(name))
-        unlink_keys(client, chain(chunk_keys(manifest), manifest.fence_keys))
+        unlink_keys(client, chain(chunk_keys(manifest), manifest.fence_keys, manifest.ring_keys))
         unlink_keys(client, [appender_key(name), appends_key(name)])
 
     server.call(f"removing {name!r}", command)

@@ -84,6 +84,11 @@ class RedisTDDataset(Dataset[TensorDict]):
         server = connect(url)
         try:
             manifest = open_description(server, server.url.name)
+            if getattr(manifest, "kind", "") == "ring":
+                raise ConfigurationError(
+                    f"{server.url.name!r} is a replay buffer, whose rows are overwritten while it is read; "
+                    f"open it with RedisReplayBuffer"
+                )
             chosen, others = select_fields(manifest, fields)
             self._open(server, manifest, chosen, options, CostModel(), placement)
             self._open_extras(others, allow_pickle)

@@ -17,9 +17,11 @@ __all__ = [
     "EmbeddedServerError",
     "FieldNotFoundError",
     "InterruptedWriteError",
+    "NotEnoughRowsError",
     "PeerTimeoutError",
     "PickledValueError",
     "ProtocolError",
+    "RateLimitError",
     "RemoteOperationError",
     "RowIndexError",
     "SchemaError",
@@ -88,6 +90,14 @@ class DatasetNotFoundError(TDDatapipesError, LookupError):
 
 class InterruptedWriteError(DatasetNotFoundError):
     """The name was being written, but the writer never published it."""
+
+
+class NotEnoughRowsError(TDDatapipesError, LookupError):
+    """A replay buffer holds fewer rows than a sample needs; the message says how many and what would qualify."""
+
+
+class RateLimitError(TDDatapipesError, TimeoutError):
+    """A replay buffer's rate limit held a writer or a sampler back past its deadline; the message gives both counts."""
 
 
 class DatasetExistsError(TDDatapipesError, FileExistsError):

@@ -188,6 +188,7 @@ class Manifest:
         values: the non-tensor fields.
         unbatched: its one row is a TensorDict without batch dims.
         device: where reads of a `RedisTensorDict` put tensors; empty for nowhere in particular.
+        ring: what a replay buffer was made with (kind ``ring``).
     """
 
     name: str
@@ -204,6 +205,7 @@ class Manifest:
     values: tuple[Value, ...] = ()
     unbatched: bool = False
     device: str = ""
+    ring: Mapping[str, Any] | None = None
 
     @cached_property
     def _key_heads(self) -> tuple[tuple[bytes, ...], ...]:
@@ -232,6 +234,14 @@ class Manifest:
     def fence_keys(self) -> list[bytes]:
         """For each shard, the key that says which appender may write to its chunks."""
         return [b"td:{%s}:fence" % tag.encode() for tag in self.tags]
+
+    @property
+    def ring_keys(self) -> list[bytes]:
+        """What a replay buffer keeps beside its chunks."""
+        if self.kind != "ring":
+            return []
+        names = [b"state", b"links", b"ends", *(b"p%d" % level for level in range(8))]
+        return [b"td:{%s}:%s" % (tag.encode(), name) for tag in self.tags for name in names]
 
     def fence_key(self, chunk: int) -> bytes:
         """The fence of the shard that a chunk lies in."""
@@ -289,6 +299,8 @@ class Manifest:
             data["unbatched"] = True
         if self.device:
             data["device"] = self.device
+        if self.ring is not None:
+            data["ring"] = dict(self.ring)
         # Each new entry of a mutable one publishes it anew, and indented text takes several times as long to make.
         return json.dumps(data, indent=None if self.kind == "mutable" else 1, ensure_ascii=False)
 
@@ -346,4 +358,5 @@ class Manifest:
             values=tuple(map(Value.from_json, data.get("values", ()))),
             unbatched=bool(data.get("unbatched", False)),
             device=str(data.get("device", "")),
+            ring=data.get("ring"),
         )

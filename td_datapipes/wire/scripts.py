@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.resources import files
 
 __all__ = ["Script", "load_script"]
+
+_INCLUDE = re.compile(r"^--include (\w+)$", re.MULTILINE)
+"""A line of a script that stands for another file: functions that several scripts use."""
 
 
 @dataclass(frozen=True)
@@ -25,5 +29,9 @@ class Script:
 
 @lru_cache
 def load_script(name: str) -> Script:
-    """The script of that name; read once a process."""
-    return Script(name, files("td_datapipes.wire").joinpath(f"{name}.lua").read_text(encoding="utf-8"))
+    """The script of that name, what it includes put in place; read once a process."""
+    return Script(name, _INCLUDE.sub(lambda line: _read(line[1]), _read(name)))
+
+
+def _read(name: str) -> str:
+    return files("td_datapipes.wire").joinpath(f"{name}.lua").read_text(encoding="utf-8")

@@ -1,0 +1,94 @@
+"""Scripts run to a deadline: repeated where the connection breaks, since every one of them may be repeated."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import redis
+
+from td_datapipes.catalog import connect
+from td_datapipes.errors import ConfigurationError, ServerTimeoutError, ServerUnavailableError
+from td_datapipes.wire.scripts import load_script
+from td_datapipes.wire.server import Server
+from td_datapipes.wire.url import ServerURL
+
+__all__ = ["Caller"]
+
+T = TypeVar("T")
+ATTEMPT_SECONDS = 10.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
+
+
+class Caller:
+    """Calls one server until it answers or the deadline has passed. Safe for threads; a forked child dials anew.
+
+    Args:
+        url: which server, and the buffer's name.
+        timeout_seconds: how long an operation may take unless it says otherwise.
+
+    Attributes:
+        server: the server; one attempt waits for the URL's ``socket_timeout``, else at most 10 s.
+        timeout_seconds: as given.
+    """
+
+    def __init__(self, url: str | ServerURL, timeout_seconds: float) -> None:
+        if not timeout_seconds > 0:
+            raise ConfigurationError(f"timeout_seconds must be above 0, got {timeout_seconds}")
+        parsed = url if isinstance(url, ServerURL) else ServerURL.parse(url)
+        wanted = float(parsed.options.get("socket_timeout") or ATTEMPT_SECONDS)
+        options = {**parsed.options, "socket_timeout": min(wanted, timeout_seconds)}
+        self.server: Server = connect(replace(parsed, options=options))
+        self.timeout_seconds = timeout_seconds
+
+    def deadline(self, timeout_seconds: float | None) -> float:
+        """When an operation that begins now has to be over, on `time.monotonic`'s clock."""
+        return time.monotonic() + (self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+
+    def run(self, name: str, keys: Sequence[bytes], arguments: Sequence[Any], doing: str, deadline: float) -> Any:
+        """What a script answers. It may be carried out again where the answer to the first call was lost.
+
+        Raises:
+            ServerTimeoutError, ServerUnavailableError: no answer by the deadline.
+            ServerFullError, AuthenticationError, ServerError: the server refused; at once.
+        """
+        script = load_script(name)
+
+        def command(client: redis.Redis) -> Any:
+            try:
+                return client.evalsha(script.sha, len(keys), *keys, *arguments)
+            except redis.exceptions.NoScriptError:
+                return client.eval(script.source, len(keys), *keys, *arguments)
+
+        return self.retry(doing, command, deadline)
+
+    def retry(self, doing: str, command: Callable[[redis.Redis], T], deadline: float) -> T:
+        """Run commands that may be repeated. Errors as `run`."""
+        return self.until(deadline, lambda: self.server.call(doing, command))
+
+    def until(self, deadline: float, attempt: Callable[[], T]) -> T:
+        """Do something that may be repeated, until the server answers or the deadline has passed."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return attempt()
+            except (ServerTimeoutError, ServerUnavailableError):
+                if time.monotonic() + self.server.timeout_seconds > deadline + pause:
+                    raise
+            pause = self.pause(pause, deadline)
+
+    def pause(self, seconds: float, deadline: float) -> float:
+        """Sleep about so long, never past the deadline.
+
+        Returns:
+            How long to sleep the next time.
+        """
+        time.sleep(max(0.0, min(seconds * random.uniform(0.5, 1.0), deadline - time.monotonic())))
+        return min(2 * seconds, _LONGEST_PAUSE_SECONDS)
+
+    def first_pause(self) -> float:
+        """How long to sleep the first time."""
+        return _FIRST_PAUSE_SECONDS

@@ -1,0 +1,258 @@
+"""Chosen rows -> a batch: read, checked by their write numbers, drawn again where they were overwritten meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from td_datapipes.cost import CostModel
+from td_datapipes.errors import (
+    ConfigurationError,
+    DataLossError,
+    FieldNotFoundError,
+    NotEnoughRowsError,
+    TDDatapipesError,
+)
+from td_datapipes.plan import ReadPlan
+from td_datapipes.replay.calls import Caller
+from td_datapipes.replay.opening import Opener
+from td_datapipes.replay.options import NStep, Prioritized, Sampler, Slices, value_at
+from td_datapipes.replay.picks import Picker, Picks
+from td_datapipes.replay.ring import INDEX, WEIGHT, WRITE_NUMBER, Numbers, Ring
+from td_datapipes.schema import normalise_key
+from td_datapipes.store import ReadOptions, RowReader
+from td_datapipes.wire.faults import RangeFault
+from td_datapipes.wire.reader import PlanReader, ReadJob, ReadStats
+
+__all__ = ["BatchMaker", "Begun", "Request"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A batch to be made.
+
+    Attributes:
+        count: rows (of slices: slices).
+        sampler: how they are chosen.
+        n_step: what each is given of the rows behind it.
+        number: how many batches were asked for before; chance and schedules follow from it.
+        deadline: on `time.monotonic`'s clock.
+    """
+
+    count: int
+    sampler: Sampler
+    n_step: NStep | None
+    number: int
+    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A batch whose rows are on their way.
+
+    Attributes:
+        request: what was asked for.
+        picks: the rows.
+        plan: how they are read.
+        job: the read.
+        batch: where they arrive.
+        random: where chance goes on from.
+    """
+
+    request: Request
+    picks: Picks
+    plan: ReadPlan
+    job: ReadJob
+    batch: TensorDict
+    random: np.random.Generator
+
+
+class BatchMaker:
+    """Makes batches over a connection of its own. Not safe for threads: one owner at a time.
+
+    Args:
+        caller: how the server is called.
+        opener: what the buffer is.
+        seed: with a batch's number, all that its draws depend on.
+    """
+
+    def __init__(self, caller: Caller, opener: Opener, seed: int) -> None:
+        self._caller, self._opener, self._seed = caller, opener, seed
+        self._picker = Picker(caller, opener)
+        self._reader: RowReader | None = None
+        self._plans: PlanReader | None = None
+        self._pid = os.getpid()
+
+    def make(self, request: Request, picks: Picks | None = None) -> TensorDict:
+        """A batch; of rows that were chosen already, if they are given."""
+        return self.finish(self.begin(request, picks))
+
+    def begin(self, request: Request, picks: Picks | None = None) -> Begun:
+        """Choose rows and ask for them. Batches that were begun are finished in the same order."""
+        random = np.random.Generator(np.random.Philox(key=[self._seed, request.number]))
+        if picks is None:
+            picks = self._picker.pick(request.count, request.sampler, request.n_step, random, request.deadline)
+        reader, plans = self._readers(picks.ring)
+        plan = reader.plan(_rows_of(picks))
+        job = plans.start(plan)
+        job.sink, batch = reader.new_batch(plan)
+        return Begun(request=request, picks=picks, plan=plan, job=job, batch=batch, random=random)
+
+    def _readers(self, ring: Ring) -> tuple[RowReader, PlanReader]:
+        fresh = self._pid == os.getpid() and self._reader is not None and self._reader.manifest.id == ring.manifest.id
+        if not fresh or self._reader is None or self._plans is None:
+            self._pid = os.getpid()
+            self.close()
+            server, fields = self._caller.server, tuple(ring.manifest.schema.fields.values())
+            # A server of its own, as the reader closes what it was given.
+            self._reader = RowReader(copy.copy(server), ring.manifest, fields, ReadOptions(), CostModel())
+            self._plans = self._reader.new_plan_reader(ReadStats())
+        return self._reader, self._plans
+
+    def finish(self, begun: Begun) -> TensorDict:
+        """Receive a batch, and draw again what was overwritten between the two round trips.
+
+        Raises:
+            DataLossError: rows are missing on the server.
+            NotEnoughRowsError, RateLimitError: see `Picker.pick`.
+            ServerTimeoutError, ServerUnavailableError, ServerError: the server failed until the deadline.
+        """
+        picks, request = begun.picks, begun.request
+        batch = self._receive(begun)
+        stale = self._stale(picks, batch)
+        while len(stale):
+            again = self._picker.pick(
+                len(stale), request.sampler, request.n_step, begun.random, request.deadline, counted=False
+            )
+            rows = self._read(_rows_of(again), request.deadline)
+            picks = picks.put(stale, again)
+            width = picks.numbers.shape[1]
+            batch[torch.from_numpy((stale[:, None] * width + np.arange(width)).reshape(-1))] = rows
+            stale = stale[self._stale(again, rows)]
+            if len(stale) and time.monotonic() >= request.deadline:
+                raise NotEnoughRowsError(
+                    f"rows of buffer {self._opener.name!r} are overwritten faster than they can be read; "
+                    f"make it larger, or hold writers back with rate_limit="
+                )
+        return self._dressed(batch, picks, request)
+
+    def _receive(self, begun: Begun) -> TensorDict:
+        if self._plans is not None and self._reader is not None:
+            try:
+                attempt = min(begun.request.deadline, time.monotonic() + self._caller.server.timeout_seconds)
+                self._plans.finish(begun.job, attempt, f"sampling {self._opener.name!r}")
+                return begun.batch
+            except (TDDatapipesError, RangeFault):
+                pass  # read once more: a connection that broke is dialled anew, and what is wrong is explained
+        return self._read(_rows_of(begun.picks), begun.request.deadline)
+
+    def _read(self, rows: Numbers, deadline: float) -> TensorDict:
+        reader = self._reader
+        if reader is None:
+            reader, _ = self._readers(self._opener.require())
+        return self._caller.until(deadline, lambda: reader.read(rows))
+
+    def _stale(self, picks: Picks, batch: TensorDict) -> Numbers:
+        """Which of the picks' rows hold something else by now.
+
+        Raises:
+            DataLossError: something older: rows that were stored are not there.
+        """
+        written = batch.get(WRITE_NUMBER[0]).numpy().reshape(picks.numbers.shape)
+        if (written == picks.numbers).all():
+            return np.empty(0, dtype=np.int64)
+        older = written < picks.numbers
+        if older.any() and not self._reincarnated(picks):
+            row, column = np.argwhere(older)[0]
+            stripe, number = int(picks.stripes[row]), int(picks.numbers[row, column])
+            key = picks.ring.manifest.chunk_key(0, self._chunk(picks.ring, stripe, number)).decode()
+            raise DataLossError(
+                f"buffer {self._opener.name!r} at {self._caller.server.address} has lost {int(older.sum())} of the "
+                f"rows asked for, first row {number} of stripe {stripe} in {key}: the server has "
+                f"{int(written[row, column])} there. The key was evicted (maxmemory), deleted, or written to by others"
+            )
+        return np.flatnonzero((written != picks.numbers).any(axis=1))
+
+    def _reincarnated(self, picks: Picks) -> bool:
+        """Whether the buffer was restored since: what is older then is what was restored."""
+        states = self._picker.states(picks.ring, self._caller.deadline(None))
+        return any(states[s][1] != i for s, i in zip(picks.stripes.tolist(), picks.incarnations.tolist(), strict=True))
+
+    @staticmethod
+    def _chunk(ring: Ring, stripe: int, number: int) -> int:
+        return int(ring.rows_of(stripe, np.array([number]))[0]) // ring.layout.records_per_chunk
+
+    def _dressed(self, batch: TensorDict, picks: Picks, request: Request) -> TensorDict:
+        """The batch as the user sees it."""
+        batch.del_(WRITE_NUMBER[0])
+        count, width = picks.numbers.shape
+        ring = picks.ring
+        numbers = picks.numbers if isinstance(request.sampler, Slices) else picks.numbers[:, :1]
+        incarnations, stripes = picks.incarnations[:, None], picks.stripes[:, None]
+        index = torch.from_numpy((incarnations << 48) | ((numbers - 1) * ring.stripes + stripes))
+        if isinstance(request.sampler, Slices):
+            batch = batch.reshape(count, width, *batch.batch_size[1:])
+            return batch.set(INDEX, index)
+        if request.n_step is not None and picks.links is not None:
+            batch = self._joined(batch, picks.links, request.n_step, ring)
+        batch.set(INDEX, index[:, 0])
+        if isinstance(request.sampler, Prioritized) and picks.probability is not None:
+            beta = value_at(request.sampler.beta, request.number)
+            weight = (picks.rows * picks.probability) ** -beta
+            batch.set(WEIGHT, torch.from_numpy((weight / weight.max()).astype(np.float32)))
+        return batch
+
+    def _joined(self, batch: TensorDict, links: np.ndarray, n_step: NStep, ring: Ring) -> TensorDict:
+        """Rows with the sums of their rewards and what is wanted of the rows behind them."""
+        rows, behind = batch[0::2].contiguous(), batch[1::2]
+        for name in n_step.next_fields:
+            key = normalise_key(name)
+            if key not in ring.schema.fields:
+                raise FieldNotFoundError(f"n_step.next_fields names {key}, which rows do not have")
+            if ("next", *key) in ring.schema.fields:
+                raise ConfigurationError(
+                    f"n_step.next_fields names {key}, but rows have a field {('next', *key)} already"
+                )
+            rows.set(("next", *key), behind.get(key).contiguous())
+        trajectories = ring.options.trajectories
+        if trajectories is not None and trajectories.reward is not None:
+            reward = rows.get(normalise_key(trajectories.reward))
+            total = torch.from_numpy(links[:, 1].copy()).to(reward.dtype)
+            rows.set("n_step_return", total.reshape(reward.shape))
+        flags = torch.from_numpy(links[:, 2].astype(np.int64))
+        rows.set("n_steps", torch.from_numpy(links[:, 0].astype(np.int64)))
+        rows.set("n_step_done", flags > 0)
+        rows.set("n_step_terminated", flags >= 2)
+        return rows
+
+    def close(self) -> None:
+        """Drop the connections."""
+        if self._plans is not None:
+            self._plans.close()
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._plans = None
+
+    def abort(self) -> None:
+        """Wake whoever waits for rows; the one call that another thread may make."""
+        if self._plans is not None:
+            self._plans.abort()
+
+
+def _rows_of(picks: Picks) -> Numbers:
+    """Where the rows lie, row after row of the batch."""
+    stripes = np.repeat(picks.stripes, picks.numbers.shape[1])
+    numbers = picks.numbers.reshape(-1)
+    if picks.ring.stripes == 1:
+        return picks.ring.rows_of(0, numbers)
+    rows = np.empty_like(numbers)
+    for stripe in range(picks.ring.stripes):
+        of_it = stripes == stripe
+        rows[of_it] = picks.ring.rows_of(stripe, numbers[of_it])
+    return rows

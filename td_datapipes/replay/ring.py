@@ -1,0 +1,323 @@
+"""A ring on the server: what it is made of, and what an index says. Pure, no I/O.
+
+A ring is a data set of kind ``ring`` whose manifest has a member ``ring`` and whose records begin with a *write
+number*, counted from 1 in each stripe. Stripe ``s`` of id ``I`` has, beside its chunks, under the tag ``{I.s}``::
+
+    state          hash: cursor (rows ever written), incarnation, samples, what the scripts must know of the records
+    p0, p1, ...    the tree of priorities, a double a slot and a double a node
+    links          32 bytes a slot: which row follows it in its trajectory, its reward, whether it is done
+    ends           hash, trajectory -> its last row and step
+    by:<client>    what a client's last call was answered, for a day: a call repeated after a lost answer is not
+                   carried out twice
+
+Row ``w`` of a stripe of ``C`` slots lies in slot ``(w - 1) % C``. An *index*, as users see it, names a row for good:
+its incarnation, write number and stripe. A slot that is written again gives its new row another index.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from td_datapipes.errors import ConfigurationError, SchemaError
+from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
+from td_datapipes.replay.options import RateLimit, Trajectories
+from td_datapipes.schema import Field, Group, Key, Schema, format_key
+
+__all__ = [
+    "ANSWER_SECONDS",
+    "INDEX",
+    "WEIGHT",
+    "WRITE_NUMBER",
+    "Ring",
+    "RingOptions",
+    "new_ring",
+    "split_index",
+]
+
+WRITE_NUMBER: Key = ("td_datapipes:write",)
+INDEX, WEIGHT = "index", "weight"
+RESERVED = (INDEX, WEIGHT, "n_step_return", "n_step_done", "n_step_terminated", "n_steps")
+ANSWER_SECONDS = 86400
+TREE_FAN_OUT = 16
+MAX_RECORDS_PER_CHUNK = 16384
+MAX_STRING_BYTES = 512 << 20
+LINK_BYTES = 32
+_INCARNATION_BITS = 48
+_STEP_FORMATS = {torch.int32: "<i4", torch.int64: "<i8"}
+_REWARD_FORMATS = {torch.float32: "<f", torch.float64: "<d"}
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingOptions:
+    """What a ring was made with; every process that opens it has to mean the same.
+
+    Attributes:
+        capacity: rows over all stripes.
+        stripes: independent rings the rows are dealt to, each within one shard.
+        prioritized: whether it keeps priorities.
+        trajectories: which fields join rows.
+        rate_limit: how fast it may be written and sampled.
+        frozen: it is a snapshot: it can be read and restored from, not written.
+    """
+
+    capacity: int
+    stripes: int = 1
+    prioritized: bool = True
+    trajectories: Trajectories | None = None
+    rate_limit: RateLimit | None = None
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stripes < 1 or self.capacity < self.stripes:
+            raise ConfigurationError(
+                f"a buffer has 1 stripe or more and a row or more a stripe; got capacity={self.capacity}, "
+                f"stripes={self.stripes}"
+            )
+        if self.capacity % self.stripes:
+            raise ConfigurationError(
+                f"capacity={self.capacity} cannot be shared evenly by {self.stripes} stripes; "
+                f"take {self.capacity // self.stripes * self.stripes}"
+            )
+        if self.rate_limit is not None and self.stripes > 1:
+            raise ConfigurationError(
+                "a rate limit counts the rows of one ring; stripes are independent: pass stripes=1 or no rate_limit"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest keeps it."""
+        joined, limit = self.trajectories, self.rate_limit
+        return {
+            "capacity": self.capacity,
+            "stripes": self.stripes,
+            "prioritized": self.prioritized,
+            "trajectories": None if joined is None else joined.to_json(),
+            "rate_limit": None if limit is None else limit.to_json(),
+            "frozen": self.frozen,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RingOptions:
+        """The inverse of `to_json`."""
+        joined, limit = data["trajectories"], data["rate_limit"]
+        return cls(
+            capacity=int(data["capacity"]),
+            stripes=int(data["stripes"]),
+            prioritized=bool(data["prioritized"]),
+            trajectories=None if joined is None else Trajectories.from_json(joined),
+            rate_limit=None if limit is None else RateLimit.from_json(limit),
+            frozen=bool(data["frozen"]),
+        )
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A ring as its manifest describes it."""
+
+    manifest: Manifest
+
+    def __post_init__(self) -> None:
+        if self.manifest.kind != "ring" or self.manifest.ring is None:
+            raise ConfigurationError(
+                f"{self.manifest.name!r} is a data set of kind {self.manifest.kind!r}, not a replay buffer; "
+                f"open it with RedisTDDataset, or choose another name"
+            )
+
+    @cached_property
+    def options(self) -> RingOptions:
+        """What it was made with."""
+        return RingOptions.from_json(self.manifest.ring or {})
+
+    @cached_property
+    def schema(self) -> Schema:
+        """What a row is for the user: without the write number."""
+        return replace(self.manifest.schema, groups=(self.user_group,))
+
+    @cached_property
+    def user_group(self) -> Group:
+        """The record without its write number's field; offsets and stride as they are."""
+        group = self.manifest.schema.groups[0]
+        return replace(group, fields=tuple(field for field in group.fields if field.key != WRITE_NUMBER))
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """How records are cut into chunks."""
+        return self.manifest.layouts[0]
+
+    @property
+    def stripes(self) -> int:
+        """Number of independent rings."""
+        return self.options.stripes
+
+    @property
+    def stripe_capacity(self) -> int:
+        """Slots of one stripe."""
+        return self.options.capacity // self.stripes
+
+    @property
+    def part_rows(self) -> int:
+        """Rows that one call stores at most."""
+        return min(self.layout.records_per_chunk, self.stripe_capacity)
+
+    @property
+    def levels(self) -> int:
+        """Levels of the tree of priorities; 0 without one."""
+        if not self.options.prioritized:
+            return 0
+        levels, nodes = 1, self.stripe_capacity
+        while nodes > TREE_FAN_OUT:
+            levels, nodes = levels + 1, -(-nodes // TREE_FAN_OUT)
+        return levels
+
+    def prefix(self, stripe: int) -> bytes:
+        """What the keys of a stripe begin with."""
+        return b"td:{%s}:" % self.manifest.tags[stripe].encode()
+
+    def state_key(self, stripe: int) -> bytes:
+        """Where a stripe's state lies."""
+        return self.prefix(stripe) + b"state"
+
+    def client_key(self, stripe: int, client: str) -> bytes:
+        """Where a client's last answer lies."""
+        return self.prefix(stripe) + b"by:" + client.encode()
+
+    def keys(self, stripe: int) -> list[bytes]:
+        """Every key of a stripe but its state and answers, whether it is there yet or not."""
+        names = [b"links", b"ends", *(b"p%d" % level for level in range(self.levels))]
+        chunks = range(stripe, self.layout.num_chunks(self.manifest.rows), self.stripes)
+        return [*(self.prefix(stripe) + name for name in names), *(self.manifest.chunk_key(0, c) for c in chunks)]
+
+    def rows_of(self, stripe: int, numbers: Numbers) -> Numbers:
+        """Where rows of a stripe lie: row numbers in the sense of the chunks' layout."""
+        slot = (numbers - 1) % self.stripe_capacity
+        chunk, within = np.divmod(slot, self.layout.records_per_chunk)
+        return (chunk * self.stripes + stripe) * self.layout.records_per_chunk + within
+
+    def indices_of(self, stripe: int, numbers: Numbers, incarnation: int) -> Numbers:
+        """The indices of rows."""
+        return (incarnation << _INCARNATION_BITS) | ((numbers - 1) * self.stripes + stripe)
+
+    def state(self, stripe: int) -> dict[str, Any]:
+        """A stripe's state when nothing is written yet."""
+        options, layout, limit = self.options, self.layout, self.options.rate_limit
+        chunk_bytes = layout.records_per_chunk * layout.stride_bytes + SPARE_BYTES
+        state = {
+            "cursor": 0,
+            "incarnation": 0,
+            "capacity": self.stripe_capacity,
+            "records_per_chunk": layout.records_per_chunk,
+            "stride_bytes": layout.stride_bytes,
+            "chunk_bytes": chunk_bytes,
+            "stripes": options.stripes,
+            "stripe": stripe,
+            "frozen": 0,
+            "levels": self.levels,
+            "max_priority": 1,
+            "samples": 0,
+            "fifo": 0,
+            "samples_per_insert": "" if limit is None else repr(limit.samples_per_insert),
+            "min_size": "" if limit is None else limit.min_size,
+            "min_diff": "" if limit is None else repr(limit.offset - min(limit.error_buffer, 1e300)),
+            "max_diff": "" if limit is None else repr(limit.offset + min(limit.error_buffer, 1e300)),
+        }
+        return {**state, **self._trajectory_state()}
+
+    def _trajectory_state(self) -> dict[str, Any]:
+        places = dict.fromkeys(("id_at", "id_bytes", "step_at", "step_format", "reward_at", "reward_format"), "")
+        places |= {"done_at": "", "terminated_at": ""}
+        if self.options.trajectories is not None:
+            fields = _trajectory_fields(self.options.trajectories, self.manifest.schema)
+            for role, field in fields.items():
+                places[f"{role}_at"] = str(field.offset_bytes)
+            places["id_bytes"] = str(fields["id"].nbytes)
+            places["step_format"] = _STEP_FORMATS[fields["step"].dtype]
+            if "reward" in fields:
+                places["reward_format"] = _REWARD_FORMATS[fields["reward"].dtype]
+        return places
+
+
+_ROLES: dict[str, tuple[torch.dtype, ...]] = {
+    "id": (torch.int64, torch.int32),
+    "step": (torch.int64, torch.int32),
+    "reward": (torch.float32, torch.float64),
+    "done": (torch.bool, torch.uint8),
+    "terminated": (torch.bool, torch.uint8),
+}
+
+
+def _trajectory_fields(trajectories: Trajectories, schema: Schema) -> dict[str, Field]:
+    """The fields that join rows; refuses those that cannot."""
+    found = {}
+    for role, key in trajectories.keys().items():
+        field = schema.fields.get(key)
+        if field is None:
+            known = ", ".join(format_key(name) for name in schema.fields if name != WRITE_NUMBER)
+            raise SchemaError(f"trajectories.{role} names field {format_key(key)}, which rows lack; they have {known}")
+        allowed = _ROLES[role]
+        if field.dtype not in allowed or field.nbytes != field.dtype.itemsize:
+            raise SchemaError(
+                f"trajectories.{role} needs one value a row of {' or '.join(map(str, allowed))}; the field is {field}"
+            )
+        found[role] = field
+    return found
+
+
+def split_index(index: Numbers, stripes: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Incarnations, stripes and write numbers of indices."""
+    number, stripe = np.divmod(index & ((1 << _INCARNATION_BITS) - 1), stripes)
+    return index >> _INCARNATION_BITS, stripe, number + 1
+
+
+def new_ring(name: str, rows: Schema, options: RingOptions, max_chunk_bytes: int) -> Ring:
+    """A ring for rows like these, under a new id.
+
+    Raises:
+        SchemaError: a field whose name is taken, or that cannot be what `options` says.
+        ConfigurationError: more slots than a stripe's strings can describe.
+    """
+    for key in rows.fields:
+        if key[0] in (*RESERVED, *WRITE_NUMBER):
+            raise SchemaError(
+                f"field {format_key(key)} has a name that sampling gives to a field of its own "
+                f"({', '.join(RESERVED)}); rename it"
+            )
+    fields = [(WRITE_NUMBER, torch.int64, ()), *((f.key, f.dtype, f.shape) for f in rows.fields.values())]
+    group = Group.pack(fields)
+    capacity = options.capacity // options.stripes
+    described = capacity * (LINK_BYTES if options.trajectories else 8)
+    if described > MAX_STRING_BYTES:
+        most = MAX_STRING_BYTES // (LINK_BYTES if options.trajectories else 8)
+        raise ConfigurationError(
+            f"a stripe has at most {most} rows, got {capacity}: pass stripes={-(-options.capacity // most)} or more"
+        )
+    # A record is never cut: what tells a torn read from a whole one stands at its start.
+    layout = ChunkLayout.for_stride(
+        group.stride_bytes, max(max_chunk_bytes, group.stride_bytes), min(MAX_RECORDS_PER_CHUNK, capacity)
+    )
+    ring_id = secrets.token_hex(5)
+    ring = Ring(
+        Manifest(
+            name=name,
+            id=ring_id,
+            kind="ring",
+            generation=1,
+            rows=-(-capacity // layout.records_per_chunk) * layout.records_per_chunk * options.stripes,
+            schema=Schema(groups=(group,), nodes=rows.nodes),
+            layouts=(layout,),
+            tags=tuple(f"{ring_id}.{stripe}" for stripe in range(options.stripes)),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            ring=options.to_json(),
+        )
+    )
+    ring.state(0)  # refuses fields that cannot join rows, before anything is written
+    return ring

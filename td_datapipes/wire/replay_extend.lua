@@ -1,0 +1,150 @@
+-- Store rows behind the last one of a ring, over its oldest, and move its cursor: all of it or nothing.
+--
+-- KEYS[1]  the ring's state, KEYS[2] what this writer's last call was answered.
+-- ARGV[1]  what the ring's other keys begin with; they lie in the same slot.
+-- ARGV[2]  the number of this call, counted by its writer: a repeated call is answered, not carried out.
+-- ARGV[3]  number of rows, at most the ring's capacity.
+-- ARGV[4]  their records; the first 8 bytes of each become its write number.
+-- ARGV[5]  seconds for which the answer is kept.
+-- Returns  {"OK", cursor before, incarnation}; {"GONE"}; {"FROZEN"}; {"WAIT", rows written, samples drawn}.
+--include replay_tree
+local state = redis.call('HMGET', KEYS[1], 'cursor', 'incarnation', 'capacity', 'records_per_chunk', 'stride_bytes',
+  'chunk_bytes', 'stripes', 'stripe', 'frozen', 'levels', 'max_priority', 'samples', 'samples_per_insert', 'min_size',
+  'max_diff', 'id_at', 'id_bytes', 'step_at', 'step_format', 'reward_at', 'reward_format', 'done_at', 'terminated_at')
+if not state[1] then
+  return {'GONE'}
+end
+local answered = redis.call('GET', KEYS[2])
+if answered then
+  local number, cursor, incarnation = answered:match('^(%d+) (%d+) (%d+)$')
+  if tonumber(number) >= tonumber(ARGV[2]) then
+    return {'OK', cursor, incarnation}
+  end
+end
+if state[9] == '1' then
+  return {'FROZEN'}
+end
+local prefix, count, records = ARGV[1], tonumber(ARGV[3]), ARGV[4]
+local cursor, capacity, per_chunk = tonumber(state[1]), tonumber(state[3]), tonumber(state[4])
+local stride, chunk_bytes = tonumber(state[5]), tonumber(state[6])
+if state[13] ~= '' then
+  local diff = (cursor + count) * tonumber(state[13]) - tonumber(state[12])
+  if math.min(cursor, capacity) + count > tonumber(state[14]) and diff > tonumber(state[15]) then
+    return {'WAIT', state[1], state[12]}
+  end
+end
+
+-- Runs of adjacent slots: {first slot, number of rows, rows before it}. Cut at chunk ends and where the ring ends.
+local runs, done = {}, 0
+while done < count do
+  local slot = (cursor + done) % capacity
+  local number = math.min(count - done, per_chunk - slot % per_chunk, capacity - slot)
+  runs[#runs + 1] = {slot, number, done}
+  done = done + number
+end
+local function chunk_of(slot)
+  local chunk = math.floor(slot / per_chunk) * tonumber(state[7]) + tonumber(state[8])
+  return prefix .. '0:' .. string.format('%08x', chunk)
+end
+-- Looked at before the first write, so that a key of another type stops the call while nothing is changed.
+local lengths = {}
+for i, run in ipairs(runs) do
+  lengths[i] = redis.call('STRLEN', chunk_of(run[1]))
+end
+for i, run in ipairs(runs) do
+  local slot, number, before = run[1], run[2], run[3]
+  local chunk, at = chunk_of(slot), (slot % per_chunk) * stride
+  if lengths[i] < chunk_bytes then
+    redis.call('SETRANGE', chunk, chunk_bytes - 1, '\0')
+  end
+  local part = records
+  if number < count then
+    part = records:sub(before * stride + 1, (before + number) * stride)
+  end
+  redis.call('SETRANGE', chunk, at, part)
+  for row = 0, number - 1 do
+    redis.call('SETRANGE', chunk, at + row * stride, struct.pack('<i8', cursor + before + row + 1))
+  end
+end
+
+-- Links from each row to the one that follows it in its trajectory. 32 bytes a slot: the successor's write number
+-- (0: none yet), reward, 1 where done + 2 where terminated, and the trajectory's id.
+if state[16] ~= '' then
+  local links, ends = prefix .. 'links', prefix .. 'ends'
+  local id_at, id_bytes, step_at, step_format = tonumber(state[16]), tonumber(state[17]), tonumber(state[18]), state[19]
+  local reward_at, done_at, terminated_at = tonumber(state[20]), tonumber(state[22]), tonumber(state[23])
+  local latest, successor, rewards, flags, ids, fresh = {}, {}, {}, {}, {}, {}
+  -- Trajectories whose last row is overwritten are forgotten.
+  for _, run in ipairs(runs) do
+    if cursor + run[3] >= capacity then
+      local old = redis.call('GETRANGE', links, run[1] * 32, (run[1] + run[2]) * 32 - 1)
+      for row = 0, run[2] - 1 do
+        local id = old:sub(row * 32 + 25, row * 32 + 32)
+        local found = redis.call('HGET', ends, id)
+        if found and struct.unpack('<d', found) == cursor + run[3] + row + 1 - capacity then
+          redis.call('HDEL', ends, id)
+        end
+      end
+    end
+  end
+  for row = 1, count do
+    local at = (row - 1) * stride + 1
+    local id = records:sub(at + id_at, at + id_at + id_bytes - 1) .. string.rep('\0', 8 - id_bytes)
+    local step = struct.unpack(step_format, records, at + step_at)
+    local number = cursor + row
+    local last = latest[id]
+    if not last then
+      local found = redis.call('HGET', ends, id)
+      if found then
+        local its_number, its_step = struct.unpack('<dd', found)
+        last = {its_number, its_step}
+      end
+      fresh[#fresh + 1] = id
+    end
+    if last and step == last[2] + 1 then
+      if last[1] > cursor then
+        successor[last[1] - cursor] = number
+      elseif last[1] > cursor + count - capacity then
+        redis.call('SETRANGE', links, ((last[1] - 1) % capacity) * 32, struct.pack('<d', number))
+      end
+    end
+    latest[id] = {number, step}
+    ids[row] = id
+    rewards[row] = reward_at and struct.unpack(state[21], records, at + reward_at) or 0
+    local flag = 0
+    if done_at and records:byte(at + done_at) ~= 0 then
+      flag = 1
+    end
+    if terminated_at and records:byte(at + terminated_at) ~= 0 then
+      flag = flag + 2
+    end
+    flags[row] = flag
+  end
+  for _, run in ipairs(runs) do
+    local entries = {}
+    for i = 1, run[2] do
+      local row = run[3] + i
+      entries[i] = struct.pack('<ddd', successor[row] or 0, rewards[row], flags[row]) .. ids[row]
+    end
+    redis.call('SETRANGE', links, run[1] * 32, table.concat(entries))
+  end
+  for _, id in ipairs(fresh) do
+    redis.call('HSET', ends, id, struct.pack('<dd', latest[id][1], latest[id][2]))
+  end
+end
+
+-- New rows get the highest priority there has been, so that each is drawn before long.
+if state[10] ~= '0' then
+  local nodes, one = {}, struct.pack('<d', tonumber(state[11]))
+  for _, run in ipairs(runs) do
+    redis.call('SETRANGE', prefix .. 'p0', run[1] * 8, string.rep(one, run[2]))
+    local low, high = math.floor(run[1] / FAN), math.floor((run[1] + run[2] - 1) / FAN)
+    nodes[#nodes + 1] = {low, high - low + 1}
+  end
+  tree_refresh(prefix, tonumber(state[10]), nodes)
+end
+
+local moved = string.format('%.0f', cursor + count)
+redis.call('HSET', KEYS[1], 'cursor', moved)
+redis.call('SET', KEYS[2], ARGV[2] .. ' ' .. state[1] .. ' ' .. state[2], 'EX', ARGV[5])
+return {'OK', state[1], state[2]}
