@@ -50,6 +50,7 @@ define CHECK_INSTALLED
 import importlib, pkgutil, sys, td_datapipes
 assert td_datapipes.__file__.startswith(sys.argv[1]), td_datapipes.__file__
 found = [module.name for module in pkgutil.walk_packages(td_datapipes.__path__, "td_datapipes.")]
+found.remove("td_datapipes.torchrl")  # its classes build on the extra rl's, which has an environment of its own
 for name in found:
     importlib.import_module(name)
 for name in td_datapipes.__all__:

@@ -35,7 +35,8 @@ from td_datapipes.replay.picks import Picker
 from td_datapipes.replay.priorities import update_priorities
 from td_datapipes.replay.reads import BatchMaker, Request
 from td_datapipes.replay.ring import Ring
-from td_datapipes.replay.writes import RingWriter, as_rows
+from td_datapipes.replay.slots import SlotStore
+from td_datapipes.replay.writes import RingWriter, as_rows, check_names
 from td_datapipes.schema import Schema
 from td_datapipes.wire.url import ServerURL
 
@@ -157,6 +158,7 @@ class RedisReplayBuffer:
         rows = as_rows(td)
         if rows.batch_dims == 0:
             raise SchemaError("extend takes batch_size=[rows, ...]; for one row, call add")
+        check_names(rows)
         return self._writer.extend(rows, timeout_seconds)
 
     def add(self, td: TensorDictBase, *, timeout_seconds: float | None = None) -> int:
@@ -166,7 +168,9 @@ class RedisReplayBuffer:
             Its index.
         """
         self._here()
-        return int(self._writer.extend(as_rows(td).unsqueeze(0), timeout_seconds)[0])
+        row = as_rows(td)
+        check_names(row)
+        return int(self._writer.extend(row.unsqueeze(0), timeout_seconds)[0])
 
     def sample(
         self,
@@ -411,6 +415,30 @@ class RedisReplayBuffer:
         with self._lock:
             self._end_ahead(keep=False)
         restore(self._caller, self._opener.find(), name)
+
+    def clear(self) -> None:
+        """Forget all rows, for everybody who has the buffer open. Indices drawn before are void."""
+        ring = self._opener.find()
+        if ring is None:
+            return
+        with self._lock:
+            self._end_ahead(keep=False)
+        for stripe in range(ring.stripes):
+            keys = [ring.state_key(stripe), *ring.keys(stripe)]
+            answer = self._caller.run("replay_clear", keys, [], f"clearing {self.name!r}", self._caller.deadline(None))
+            if answer[0] == b"GONE":
+                raise self._opener.gone(ring)
+            if answer[0] == b"FROZEN":
+                raise ConfigurationError(f"{self.name!r} is a snapshot and stays as it is; drop it to remove it")
+
+    def slots(self) -> SlotStore:
+        """The buffer as an array of slots, for storages that are addressed by position (see `td_datapipes.torchrl`)."""
+        return SlotStore(self._caller, self._opener)
+
+    @property
+    def caller(self) -> Caller:
+        """How the server is called."""
+        return self._caller
 
     def drop(self) -> None:
         """Remove the buffer from the server. Those who have it open get a `DataLossError`."""

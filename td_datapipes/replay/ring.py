@@ -35,6 +35,7 @@ from td_datapipes.schema import Field, Group, Key, Schema, format_key
 __all__ = [
     "ANSWER_SECONDS",
     "INDEX",
+    "RESERVED",
     "WEIGHT",
     "WRITE_NUMBER",
     "Ring",
@@ -46,10 +47,13 @@ __all__ = [
 WRITE_NUMBER: Key = ("td_datapipes:write",)
 INDEX, WEIGHT = "index", "weight"
 RESERVED = (INDEX, WEIGHT, "n_step_return", "n_step_done", "n_step_terminated", "n_steps")
+"""Fields that sampling adds."""
 ANSWER_SECONDS = 86400
 TREE_FAN_OUT = 16
 MAX_RECORDS_PER_CHUNK = 16384
 MAX_STRING_BYTES = 512 << 20
+MAX_PART_BYTES = 1 << 20
+"""Of records in one call: Lua copies its arguments, and what leaves the processor's cache costs twice as much."""
 LINK_BYTES = 32
 _INCARNATION_BITS = 48
 _STEP_FORMATS = {torch.int32: "<i4", torch.int64: "<i8"}
@@ -167,7 +171,8 @@ class Ring:
     @property
     def part_rows(self) -> int:
         """Rows that one call stores at most."""
-        return min(self.layout.records_per_chunk, self.stripe_capacity)
+        most = max(1, MAX_PART_BYTES // max(self.layout.stride_bytes, 1))
+        return min(most, self.layout.records_per_chunk, self.stripe_capacity)
 
     @property
     def levels(self) -> int:
@@ -282,15 +287,9 @@ def new_ring(name: str, rows: Schema, options: RingOptions, max_chunk_bytes: int
     """A ring for rows like these, under a new id.
 
     Raises:
-        SchemaError: a field whose name is taken, or that cannot be what `options` says.
+        SchemaError: a field that cannot be what `options` says.
         ConfigurationError: more slots than a stripe's strings can describe.
     """
-    for key in rows.fields:
-        if key[0] in (*RESERVED, *WRITE_NUMBER):
-            raise SchemaError(
-                f"field {format_key(key)} has a name that sampling gives to a field of its own "
-                f"({', '.join(RESERVED)}); rename it"
-            )
     fields = [(WRITE_NUMBER, torch.int64, ()), *((f.key, f.dtype, f.shape) for f in rows.fields.values())]
     group = Group.pack(fields)
     capacity = options.capacity // options.stripes

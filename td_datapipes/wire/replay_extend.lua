@@ -6,6 +6,7 @@
 -- ARGV[3]  number of rows, at most the ring's capacity.
 -- ARGV[4]  their records; the first 8 bytes of each become its write number.
 -- ARGV[5]  seconds for which the answer is kept.
+-- ARGV[6]  the slot that the caller expects the first row in, or "": {"MOVED", cursor} where it is another.
 -- Returns  {"OK", cursor before, incarnation}; {"GONE"}; {"FROZEN"}; {"WAIT", rows written, samples drawn}.
 --include replay_tree
 local state = redis.call('HMGET', KEYS[1], 'cursor', 'incarnation', 'capacity', 'records_per_chunk', 'stride_bytes',
@@ -27,6 +28,9 @@ end
 local prefix, count, records = ARGV[1], tonumber(ARGV[3]), ARGV[4]
 local cursor, capacity, per_chunk = tonumber(state[1]), tonumber(state[3]), tonumber(state[4])
 local stride, chunk_bytes = tonumber(state[5]), tonumber(state[6])
+if ARGV[6] ~= '' and cursor % capacity ~= tonumber(ARGV[6]) then
+  return {'MOVED', state[1]}
+end
 if state[13] ~= '' then
   local diff = (cursor + count) * tonumber(state[13]) - tonumber(state[12])
   if math.min(cursor, capacity) + count > tonumber(state[14]) and diff > tonumber(state[15]) then

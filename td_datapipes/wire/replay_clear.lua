@@ -1,0 +1,17 @@
+-- Forget all rows of a ring. Indices handed out before are void.
+--
+-- KEYS[1]  the ring's state, then its other keys.
+-- Returns  {"OK"}; {"GONE"}; {"FROZEN"}.
+local frozen = redis.call('HGET', KEYS[1], 'frozen')
+if not frozen then
+  return {'GONE'}
+end
+if frozen == '1' then
+  return {'FROZEN'}
+end
+for i = 2, #KEYS do
+  redis.call('UNLINK', KEYS[i])
+end
+redis.call('HSET', KEYS[1], 'cursor', 0, 'samples', 0, 'fifo', 0, 'max_priority', 1)
+redis.call('HINCRBY', KEYS[1], 'incarnation', 1)
+return {'OK'}
