@@ -15,6 +15,7 @@ from td_datapipes.errors import (
     DataLossError,
     DatasetExistsError,
     NotEnoughRowsError,
+    RateLimitError,
     SchemaError,
 )
 from td_datapipes.replay.calls import Caller
@@ -55,6 +56,11 @@ class Wanted:
         if self._asked["capacity"] is None:
             raise ConfigurationError("the buffer does not exist yet; pass capacity= to make it")
         return RingOptions(**{name: value for name, value in self._asked.items() if value is not None})
+
+    @property
+    def waits(self) -> bool:
+        """Whether samplers wait for rows."""
+        return self._asked["rate_limit"] is not None
 
     def check(self, ring: Ring, address: str) -> None:
         """Raises ConfigurationError where the buffer that is there was made otherwise."""
@@ -130,6 +136,20 @@ class Opener:
                 f"buffer {self.name!r} at {self._caller.server.address} is empty: no process has written to it yet"
             )
         return ring
+
+    def require_by(self, deadline: float) -> Ring:
+        """The ring; waits for it where a rate limit was asked for, which has samplers wait.
+
+        Raises:
+            RateLimitError: nobody has written by the deadline.
+            NotEnoughRowsError: nobody has written, and no rate limit was asked for.
+        """
+        pause = self._caller.first_pause()
+        while (ring := self.find()) is None and self._wanted.waits:
+            if time.monotonic() >= deadline:
+                raise RateLimitError(f"nobody has written to buffer {self.name!r} in time, so there is none yet")
+            pause = self._caller.pause(pause, deadline)
+        return ring or self.require()
 
     def require_for(self, rows: Schema) -> Ring:
         """The ring, made now if it is not there.

@@ -34,6 +34,9 @@ Schedule = float | Callable[[int], float]
 """A constant, or a function of how many batches this buffer object has handed out."""
 
 
+_ROLES = ("id", "step", "reward", "done", "terminated")
+
+
 def value_at(schedule: Schedule, num_batches: int) -> float:
     """The value of a schedule."""
     return float(schedule(num_batches) if callable(schedule) else schedule)
@@ -144,10 +147,15 @@ class Trajectories:
     done: FieldName | None = None
     terminated: FieldName | None = None
 
+    def __post_init__(self) -> None:
+        for role in _ROLES:
+            if (name := getattr(self, role)) is not None:
+                object.__setattr__(self, role, normalise_key(name))  # so that one field has one name
+
     def keys(self) -> dict[str, Key]:
         """The fields it names."""
-        named = {role: getattr(self, role) for role in ("id", "step", "reward", "done", "terminated")}
-        return {role: normalise_key(key) for role, key in named.items() if key is not None}
+        named = {role: getattr(self, role) for role in _ROLES}
+        return {role: key for role, key in named.items() if key is not None}
 
     def to_json(self) -> dict[str, list[str]]:
         """As the manifest keeps it."""

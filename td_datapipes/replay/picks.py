@@ -102,7 +102,7 @@ class Picker:
         """
         if self._pid != os.getpid():
             self._client, self._pid = f"s{secrets.token_hex(8)}", os.getpid()
-        ring = self._opener.require()
+        ring = self._opener.require_by(deadline)
         self._check(ring, count, sampler, n_step)
         call = _Call(self, ring, count, sampler, n_step, random, deadline, counted=counted)
         if isinstance(sampler, Fifo | Lifo):
