@@ -109,7 +109,7 @@ class RedisStorage(StoreStorage):  # type: ignore[misc]
         self.slots = self.buffer.slots()
         self.device = torch.device("cpu")
         self._kind: type[Any] | None = None
-        # Not StoreStorage's own: it is a base only because torchrl gives whole batches to storages of the kinds it knows.
+        # Not StoreStorage's own: it is a base only because torchrl takes whole batches from the kinds it knows.
         Storage.__init__(self, max_size=size, checkpointer=checkpointer)
 
     @property

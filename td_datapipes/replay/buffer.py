@@ -224,10 +224,16 @@ class RedisReplayBuffer:
         kind = _kind(request)
         if self._chosen and kind == _kind(self._chosen[0].request):
             chosen = self._chosen.popleft()
-            return self._maker.make(replace(chosen.request, deadline=request.deadline), chosen.picks)
-        batch = self._maker.make(replace(request, number=self._number))
-        self._number += 1
-        return batch
+            begun = self._maker.begin(replace(chosen.request, deadline=request.deadline), chosen.picks)
+        else:
+            begun = self._maker.begin(replace(request, number=self._number))
+            self._number += 1
+        try:
+            return self._maker.finish(begun)
+        except BaseException:
+            # Counted, and perhaps taken out of a queue: it is what the next call gets.
+            self._chosen.appendleft(Waiting(request=begun.request, picks=begun.picks))
+            raise
 
     def _ahead_for(self, request: Request) -> Ahead | None:
         """Where batches of this kind are made ahead, if they are."""

@@ -20,6 +20,7 @@ __all__ = ["Caller"]
 
 T = TypeVar("T")
 ATTEMPT_SECONDS = 10.0
+_FEW = 5
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
 
@@ -68,6 +69,17 @@ class Caller:
     def retry(self, doing: str, command: Callable[[redis.Redis], T], deadline: float) -> T:
         """Run commands that may be repeated. Errors as `run`."""
         return self.until(deadline, lambda: self.server.call(doing, command))
+
+    def briefly(self, attempt: Callable[[], T]) -> T:
+        """Do something that may be repeated, a few times where the connection breaks: whoever opens a buffer at a
+        wrong address should hear of it at once."""
+        pause = _FIRST_PAUSE_SECONDS
+        for _ in range(_FEW - 1):
+            try:
+                return attempt()
+            except ServerUnavailableError:
+                pause = self.pause(pause, time.monotonic() + pause)
+        return attempt()
 
     def until(self, deadline: float, attempt: Callable[[], T]) -> T:
         """Do something that may be repeated, until the server answers or the deadline has passed."""

@@ -117,7 +117,7 @@ class Opener:
             ConfigurationError: the name is something else, or the buffer was made otherwise.
         """
         if self._ring is None:
-            manifest = find_manifest(self._caller.server, self.name)
+            manifest = self._caller.briefly(lambda: find_manifest(self._caller.server, self.name))
             if manifest is not None:
                 ring = Ring(manifest)
                 self._wanted.check(ring, self._caller.server.address)
@@ -167,22 +167,24 @@ class Opener:
         return ring
 
     def _make(self, rows: Schema) -> Ring:
-        server = self._caller.server
-        ring = new_ring(self.name, rows, self._wanted.options(), longest_chunk(server, self._wanted.chunk_bytes))
+        server, briefly, wanted = self._caller.server, self._caller.briefly, self._wanted
+        chunk_bytes = briefly(lambda: longest_chunk(server, wanted.chunk_bytes))
+        ring = new_ring(self.name, rows, wanted.options(), chunk_bytes)
         note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": ring.manifest.tags}
-        stage(server, self.name, ring.manifest.id, json.dumps(note))
+        briefly(lambda: stage(server, self.name, ring.manifest.id, json.dumps(note)))
         states = [ring.state_key(stripe) for stripe in range(ring.stripes)]
         deadline = self._caller.deadline(None)
         for stripe, key in enumerate(states):
             fields = [part for pair in ring.state(stripe).items() for part in pair]
             self._caller.run("replay_create", [key], fields, f"making buffer {self.name!r}", deadline)
         try:
-            publish(server, ring.manifest, None, ring.manifest.id)
-        except DatasetExistsError:  # another process was first
-            unstage(server, self.name, ring.manifest.id, states)
+            briefly(lambda: publish(server, ring.manifest, None, ring.manifest.id))
+        except DatasetExistsError:  # another process was first, or this one was and did not hear of it
             found = self.find()
             if found is None:
                 raise
+            if found.manifest.id != ring.manifest.id:
+                briefly(lambda: unstage(server, self.name, ring.manifest.id, states))
             return found
         self._ring = ring
         return ring

@@ -19,7 +19,6 @@ from td_datapipes.errors import (
     NotEnoughRowsError,
     TDDatapipesError,
 )
-from td_datapipes.plan import ReadPlan
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.opening import Opener
 from td_datapipes.replay.options import NStep, Prioritized, Sampler, Slices, value_at
@@ -59,18 +58,16 @@ class Begun:
     Attributes:
         request: what was asked for.
         picks: the rows.
-        plan: how they are read.
-        job: the read.
-        batch: where they arrive.
+        arriving: the read, and the batch it fills; None where they could not be asked for yet.
         random: where chance goes on from.
+        dialled: of how many connections it came over the latest.
     """
 
     request: Request
     picks: Picks
-    plan: ReadPlan
-    job: ReadJob
-    batch: TensorDict
+    arriving: tuple[ReadJob, TensorDict] | None
     random: np.random.Generator
+    dialled: int
 
 
 class BatchMaker:
@@ -88,6 +85,7 @@ class BatchMaker:
         self._reader: RowReader | None = None
         self._plans: PlanReader | None = None
         self._pid = os.getpid()
+        self._dialled = 0
 
     def make(self, request: Request, picks: Picks | None = None) -> TensorDict:
         """A batch; of rows that were chosen already, if they are given."""
@@ -100,9 +98,14 @@ class BatchMaker:
             picks = self._picker.pick(request.count, request.sampler, request.n_step, random, request.deadline)
         reader, plans = self._readers(picks.ring)
         plan = reader.plan(_rows_of(picks))
-        job = plans.start(plan)
-        job.sink, batch = reader.new_batch(plan)
-        return Begun(request=request, picks=picks, plan=plan, job=job, batch=batch, random=random)
+        arriving = None
+        try:
+            job = plans.start(plan)
+            job.sink, batch = reader.new_batch(plan)
+            arriving = (job, batch)
+        except TDDatapipesError:  # what was chosen stays chosen: `finish` asks for it again
+            self._dialled += 1
+        return Begun(request=request, picks=picks, arriving=arriving, random=random, dialled=self._dialled)
 
     def _readers(self, ring: Ring) -> tuple[RowReader, PlanReader]:
         fresh = self._pid == os.getpid() and self._reader is not None and self._reader.manifest.id == ring.manifest.id
@@ -143,13 +146,16 @@ class BatchMaker:
         return self._dressed(batch, picks, request)
 
     def _receive(self, begun: Begun) -> TensorDict:
-        if self._plans is not None and self._reader is not None:
+        # An error drops the connection, and with it whatever else was on its way there.
+        if self._plans is not None and begun.arriving is not None and begun.dialled == self._dialled:
+            job, batch = begun.arriving
             try:
                 attempt = min(begun.request.deadline, time.monotonic() + self._caller.server.timeout_seconds)
-                self._plans.finish(begun.job, attempt, f"sampling {self._opener.name!r}")
-                return begun.batch
+                self._plans.finish(job, attempt, f"sampling {self._opener.name!r}")
+                return batch
             except (TDDatapipesError, RangeFault):
-                pass  # read once more: a connection that broke is dialled anew, and what is wrong is explained
+                # Read once more: a connection that broke is dialled anew, and what is wrong is explained.
+                self._dialled += 1
         return self._read(_rows_of(begun.picks), begun.request.deadline)
 
     def _read(self, rows: Numbers, deadline: float) -> TensorDict:
@@ -238,6 +244,7 @@ class BatchMaker:
         if self._reader is not None:
             self._reader.close()
         self._reader = self._plans = None
+        self._dialled += 1
 
     def abort(self) -> None:
         """Wake whoever waits for rows; the one call that another thread may make."""

@@ -83,7 +83,9 @@ class Server:
             TDDatapipesError: no server, wrong password, refused certificate.
         """
         try:
-            connection: Any = self._connections().make_connection()
+            pool = self._connections()
+            # Not the pool's make_connection: that counts what it made against a limit, and never hears of its end.
+            connection: Any = pool.connection_class(**pool.connection_kwargs)
             connection.connect()
             return Channel(connection, self.address)
         except (redis.RedisError, OSError, TypeError) as error:
