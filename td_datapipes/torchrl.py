@@ -101,8 +101,7 @@ class RedisStorage(StoreStorage):  # type: ignore[misc]
         checkpointer: StorageCheckpointerBase | None = None,
         **options: Any,
     ) -> None:
-        # Priorities are the business of torchrl's samplers here.
-        self.buffer = RedisReplayBuffer(url, max_size, **({"prioritized": False} | options))
+        self.buffer = RedisReplayBuffer(url, max_size, **options)
         size = max_size or self.buffer.capacity
         if size is None:
             raise ConfigurationError(f"buffer {self.buffer.name!r} does not exist yet; pass max_size= to make it")
@@ -293,6 +292,11 @@ class RedisWriter(RoundRobinWriter):  # type: ignore[misc]
     @_cursor.setter
     def _cursor(self, value: int) -> None:
         """The server's cursor moves with the rows, and with nothing else."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.__dict__.setdefault("_cursor_value", None)  # RoundRobinWriter takes its own out
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def register_storage(self, storage: Storage) -> None:
         """Raises ConfigurationError for a storage that is no `RedisStorage`."""

@@ -152,5 +152,7 @@ class Ahead:
             self._state.notify_all()
         if self.pid == os.getpid():
             self._maker.abort()
-            self._thread.join()
+            # The last reference to a buffer may go while this very thread collects garbage.
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
         self._maker.close()

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -460,6 +461,10 @@ class RedisReplayBuffer:
                 self._end_ahead(keep=True)
                 self._maker.close()
         self._caller.server.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # as the interpreter ends, what this needs may be gone
+            self._maker.close()
 
     def __enter__(self) -> RedisReplayBuffer:
         return self

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -96,26 +98,28 @@ class SlotStore:
         capacity = ring.stripe_capacity
         if len(slots) and not (int(slots.min()) >= 0 and int(slots.max()) < capacity):
             raise RowIndexError(f"slots are within [0, {capacity}), got {int(slots.min())} to {int(slots.max())}")
-        adjacent = bool(((slots[1:] - slots[:-1]) % capacity == 1).all()) and 0 < len(slots) <= capacity
         deadline = time.monotonic() + min(GAP_SECONDS, self._caller.timeout_seconds)
-        pause = self._caller.first_pause()
-        while True:
+        pause, done = self._caller.first_pause(), 0
+        while done < len(slots):
             cursor, _, _ = self.state()
-            if adjacent and int(slots[0]) == cursor % capacity:
+            left, rows = slots[done:], td[done:]
+            run = _first_run(left, capacity)
+            if int(left[0]) == cursor % capacity and (run == len(left) or cursor < capacity):
                 try:
-                    self._writer.extend(td, None, int(slots[0]))
-                    return
+                    self._writer.extend(rows[:run], None, int(left[0]))
+                    done += run
                 except RowIndexError:  # another process was first: these are rows that are there by now
-                    continue
-            if self._over(ring, slots, td, cursor):
+                    pass
+            elif self._over(ring, left, rows, cursor):
                 return
-            if time.monotonic() >= deadline:
+            elif time.monotonic() >= deadline:
                 raise RowIndexError(
                     f"slots {int(slots.min())} to {int(slots.max())} of {self._opener.name!r} cannot be written: "
                     f"{min(cursor, capacity)} rows are there, and the ones between were not written in time; write in "
                     f"order, or use RedisWriter, whose cursor all processes share"
                 )
-            pause = self._caller.pause(pause, deadline)
+            else:
+                pause = self._caller.pause(pause, deadline)
 
     def _over(self, ring: Ring, slots: Numbers, td: TensorDictBase, cursor: int) -> bool:
         """Write over rows; False where one of the slots was never written."""
@@ -186,3 +190,13 @@ class SlotStore:
         if self._reader is not None and self._pid == os.getpid():
             self._reader.close()
         self._reader = None
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # as the interpreter ends, what this needs may be gone
+            self.close()
+
+
+def _first_run(slots: Numbers, capacity: int) -> int:
+    """How many slots from the first on are adjacent, around the ring's end too."""
+    breaks = np.flatnonzero((slots[1:] - slots[:-1] - 1) % capacity != 0)
+    return int(breaks[0]) + 1 if len(breaks) else len(slots)
