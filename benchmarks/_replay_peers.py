@@ -2,7 +2,7 @@
 
     PYTHON benchmarks/_replay_peers.py memmap|store|reverb SMALL|LARGE ROWS [HOST PORT]
 
-Prints a line once it holds its rows, then answers each line "MEASURE BATCHES" with the seconds that a batch takes, or
+Prints ">ready" once it holds its rows, then answers each line "MEASURE BATCHES" with the seconds that a batch takes, or
 "none" where it has no such thing. Nothing here knows of td_datapipes.
 """
 
@@ -64,10 +64,9 @@ def reverb_peer(shape: str, rows: int) -> dict[str, Callable[[], Any]]:
         name: tf.TensorSpec([1, *value.shape[1:]], tf.as_dtype(value.dtype), name=name)
         for name, value in source.items()
     }
-    limiter = reverb.rate_limiters.MinSize(1)
     selectors = {"uniform": reverb.selectors.Uniform(), "prioritized": reverb.selectors.Prioritized(0.6)}
     tables = [
-        reverb.Table(name, sampler, reverb.selectors.Fifo(), rows, limiter, signature=signature)
+        reverb.Table(name, sampler, reverb.selectors.Fifo(), rows, reverb.rate_limiters.MinSize(1), signature=signature)
         for name, sampler in selectors.items()
     ]
     server = reverb.Server(tables=tables, port=None)
@@ -96,21 +95,26 @@ def reverb_peer(shape: str, rows: int) -> dict[str, Callable[[], Any]]:
     return measures
 
 
+def answer(text: str) -> None:
+    """Told apart from what libraries print by its first character."""
+    print(f">{text}", flush=True)
+
+
 def main() -> None:
     """Answer lines until there are no more."""
     kind, shape, rows, *where = sys.argv[1:]
     peer = reverb_peer(shape, int(rows)) if kind == "reverb" else torchrl_peer(kind, shape, int(rows), where)
-    print("ready", flush=True)
+    answer("ready")
     for line in sys.stdin:
         name, number = line.split()
         if name not in peer:
-            print("none", flush=True)
+            answer("none")
             continue
         peer[name]()
         began = time.perf_counter()
         for _ in range(int(number)):
             peer[name]()
-        print((time.perf_counter() - began) / int(number), flush=True)
+        answer(repr((time.perf_counter() - began) / int(number)))
 
 
 if __name__ == "__main__":

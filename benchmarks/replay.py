@@ -53,7 +53,11 @@ class Peer:
     def __init__(self, python: Path, *arguments: str) -> None:
         script = Path(__file__).with_name("_replay_peers.py")
         self._process = subprocess.Popen(
-            [str(python), str(script), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [str(python), str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         if self._ask("") != "ready":
             raise RuntimeError(f"{python} {' '.join(arguments)} did not start")
@@ -64,7 +68,10 @@ class Peer:
         if line:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        return self._process.stdout.readline().strip()
+        for said in self._process.stdout:
+            if said.startswith(">"):
+                return said[1:].strip()
+        return ""
 
     def seconds(self, measure: str, num_batches: int) -> float | None:
         """What a batch takes; None where it has no such thing."""

@@ -12,6 +12,7 @@ import redis
 
 from td_datapipes.catalog import connect
 from td_datapipes.errors import ConfigurationError, ServerTimeoutError, ServerUnavailableError
+from td_datapipes.wire.faults import translate
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
@@ -65,6 +66,40 @@ class Caller:
                 return client.eval(script.source, len(keys), *keys, *arguments)
 
         return self.retry(doing, command, deadline)
+
+    def run_many(
+        self, name: str, calls: Sequence[tuple[Sequence[bytes], Sequence[Any]]], doing: str, deadline: float
+    ) -> list[Any]:
+        """What a script answers to several calls, sent together; an error in the place of a call that was refused.
+
+        Args:
+            name: of the script.
+            calls: keys and arguments of each.
+            doing: for messages.
+            deadline: on `time.monotonic`'s clock.
+
+        Raises:
+            ServerTimeoutError, ServerUnavailableError: no answers by the deadline.
+        """
+        script = load_script(name)
+
+        def command(client: redis.Redis) -> list[Any]:
+            pipeline = client.pipeline(transaction=False)
+            for keys, arguments in calls:
+                pipeline.evalsha(script.sha, len(keys), *keys, *arguments)
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
+            if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
+                client.script_load(script.source)
+                return command(client)
+            return answers
+
+        if len(calls) == 1:
+            return [self.run(name, *calls[0], doing, deadline)]
+        answers = self.retry(doing, command, deadline)
+        return [
+            translate(answer, self.server.address, doing) if isinstance(answer, Exception) else answer
+            for answer in answers
+        ]
 
     def retry(self, doing: str, command: Callable[[redis.Redis], T], deadline: float) -> T:
         """Run commands that may be repeated. Errors as `run`."""

@@ -7,7 +7,7 @@ number*, counted from 1 in each stripe. Stripe ``s`` of id ``I`` has, beside its
     p0, p1, ...    the tree of priorities, a double a slot and a double a node
     links          32 bytes a slot: which row follows it in its trajectory, its reward, whether it is done
     ends           hash, trajectory -> its last row and step
-    by:<client>    what a client's last call was answered, for a day: a call repeated after a lost answer is not
+    by:<client>    what a client's latest calls were answered, for a day: a call repeated after a lost answer is not
                    carried out twice
 
 Row ``w`` of a stripe of ``C`` slots lies in slot ``(w - 1) % C``. An *index*, as users see it, names a row for good:

@@ -6,7 +6,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
-from td_datapipes.errors import ConfigurationError, RateLimitError, RowIndexError, SchemaError
+from td_datapipes.errors import ConfigurationError, RateLimitError, RowIndexError, SchemaError, ServerError
 from td_datapipes.layouts import pack_records
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.opening import Opener
@@ -45,6 +44,9 @@ def check_names(rows: TensorDictBase) -> None:
     taken = [name for name in rows.keys() if name in RESERVED]  # noqa: SIM118 - a TensorDict iterates over rows
     if taken:
         raise SchemaError(f"field {taken[0]!r} has a name that sampling adds ({', '.join(RESERVED)}); rename it")
+
+
+_PARTS_TOGETHER = 4
 
 
 class RingWriter:
@@ -82,44 +84,66 @@ class RingWriter:
             self._reset()
         ring = self._opener.require_for(schema_of(td))
         deadline = self._caller.deadline(timeout_seconds)
+        rows, step = td.batch_size[0], self._part_rows(ring)
+        # Parts that wait for nothing are sent together: the server stores one while the next is on its way.
+        together = step if ring.options.rate_limit is not None or ring.stripes > 1 else step * _PARTS_TOGETHER
+        indices = [np.empty(0, dtype=np.int64)]
         with self._lock:
-            indices = []
-            for part in self._parts(ring, td):
-                indices.append(self._part(ring, part, deadline, slot))
-                slot = None if slot is None else (slot + part.batch_size[0]) % ring.stripe_capacity
-        return torch.from_numpy(np.concatenate([*indices, np.empty(0, dtype=np.int64)]))
+            for start in range(0, rows, together):
+                some = td if together >= rows else td[start : start + together]
+                begin = None if slot is None else (slot + start) % ring.stripe_capacity
+                indices += self._store(ring, some, step, deadline, begin)
+        return torch.from_numpy(np.concatenate(indices))
 
-    def _parts(self, ring: Ring, td: TensorDictBase) -> Iterator[TensorDictBase]:
-        rows, step = td.batch_size[0], ring.part_rows
+    @staticmethod
+    def _part_rows(ring: Ring) -> int:
+        """Rows of one call at most."""
         limit = ring.options.rate_limit
-        if limit is not None and rows:
-            # More rows at once than the limit's window holds would wait for ever.
-            most = min(2 * limit.error_buffer / limit.samples_per_insert, float(step))
-            step = max(1, int(most))
-        for start in range(0, rows, step):
-            yield td if step >= rows else td[start : start + step]
+        if limit is None:
+            return ring.part_rows
+        # More rows at once than the limit's window holds would wait for ever.
+        return max(1, int(min(2 * limit.error_buffer / limit.samples_per_insert, float(ring.part_rows))))
 
-    def _part(self, ring: Ring, td: TensorDictBase, deadline: float, slot: int | None) -> npt.NDArray[np.int64]:
-        rows = td.batch_size[0]
+    def _store(
+        self, ring: Ring, td: TensorDictBase, step: int, deadline: float, slot: int | None
+    ) -> list[npt.NDArray[np.int64]]:
+        """Store rows part by part; the indices of each."""
+        rows, stride = td.batch_size[0], ring.layout.stride_bytes
         stripe = self._turn % ring.stripes
         self._turn += 1
-        self._calls += 1
         keys = [ring.state_key(stripe), ring.client_key(stripe, self._client)]
-        arguments = [ring.prefix(stripe), self._calls, rows, self._pack(ring, td), ANSWER_SECONDS]
-        arguments.append("" if slot is None else slot)
+        records, calls, counts = self._pack(ring, td), [], []
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            self._calls += 1
+            part = records[start * stride : (start + count) * stride]
+            expected = "" if slot is None else (slot + start) % ring.stripe_capacity
+            follows = int(start > 0)
+            calls.append((keys, [ring.prefix(stripe), self._calls, count, part, ANSWER_SECONDS, expected, follows]))
+            counts.append(count)
         doing, pause = f"storing {rows} rows in {self._opener.name!r}", self._caller.first_pause()
         while True:
-            answer = self._caller.run("replay_extend", keys, arguments, doing, deadline)
-            if answer[0] == b"WAIT":
-                if time.monotonic() >= deadline:
-                    raise self._held(ring, answer, rows)
-                pause = self._caller.pause(pause, deadline)
-                continue
-            break
+            answers = self._caller.run_many("replay_extend", calls, doing, deadline)
+            if isinstance(answers[0], Exception) or answers[0][0] != b"WAIT":
+                break
+            if time.monotonic() >= deadline:
+                raise self._held(ring, answers[0], rows)
+            pause = self._caller.pause(pause, deadline)
+        return [self._settle(ring, stripe, answer, count) for answer, count in zip(answers, counts, strict=True)]
+
+    def _settle(self, ring: Ring, stripe: int, answer: Any, rows: int) -> npt.NDArray[np.int64]:
+        """The indices of a part's rows, or the error that kept it, and those behind it, from being stored."""
+        if isinstance(answer, Exception):
+            raise answer
         if answer[0] == b"MOVED":
             raise RowIndexError(
-                f"slot {slot} of buffer {self._opener.name!r} is not the next to be written, another process has "
-                f"written since: {int(answer[1])} rows by now"
+                f"the slots to be written in {self._opener.name!r} are not the next ones, another process has written "
+                f"since: {int(answer[1])} rows by now"
+            )
+        if answer[0] == b"AFTER":
+            raise ServerError(
+                f"{self._caller.server.address} no longer knows this writer's last call to {self._opener.name!r} "
+                f"(its key was evicted or deleted): the last {rows} rows and those behind them were not stored"
             )
         if answer[0] == b"GONE":
             raise self._opener.gone(ring)

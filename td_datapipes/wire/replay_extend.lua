@@ -1,12 +1,13 @@
 -- Store rows behind the last one of a ring, over its oldest, and move its cursor: all of it or nothing.
 --
--- KEYS[1]  the ring's state, KEYS[2] what this writer's last call was answered.
+-- KEYS[1]  the ring's state, KEYS[2] what this writer's latest calls were answered: ";number cursor incarnation;...".
 -- ARGV[1]  what the ring's other keys begin with; they lie in the same slot.
 -- ARGV[2]  the number of this call, counted by its writer: a repeated call is answered, not carried out.
 -- ARGV[3]  number of rows, at most the ring's capacity.
 -- ARGV[4]  their records; the first 8 bytes of each become its write number.
 -- ARGV[5]  seconds for which the answer is kept.
 -- ARGV[6]  the slot that the caller expects the first row in, or "": {"MOVED", cursor} where it is another.
+-- ARGV[7]  "1": nothing is done unless this writer's call before this one was carried out: {"AFTER"}.
 -- Returns  {"OK", cursor before, incarnation}; {"GONE"}; {"FROZEN"}; {"WAIT", rows written, samples drawn}.
 --include replay_tree
 local state = redis.call('HMGET', KEYS[1], 'cursor', 'incarnation', 'capacity', 'records_per_chunk', 'stride_bytes',
@@ -15,12 +16,14 @@ local state = redis.call('HMGET', KEYS[1], 'cursor', 'incarnation', 'capacity', 
 if not state[1] then
   return {'GONE'}
 end
-local answered = redis.call('GET', KEYS[2])
-if answered then
-  local number, cursor, incarnation = answered:match('^(%d+) (%d+) (%d+)$')
-  if tonumber(number) >= tonumber(ARGV[2]) then
-    return {'OK', cursor, incarnation}
-  end
+local answered = redis.call('GET', KEYS[2]) or ';'
+local latest = tonumber(answered:match(';(%d+) %d+ %d+;$') or '0')
+if latest >= tonumber(ARGV[2]) then
+  local cursor, incarnation = answered:match(';' .. ARGV[2] .. ' (%d+) (%d+);')
+  return cursor and {'OK', cursor, incarnation} or {'AFTER'}
+end
+if ARGV[7] == '1' and latest ~= tonumber(ARGV[2]) - 1 then
+  return {'AFTER'}
 end
 if state[9] == '1' then
   return {'FROZEN'}
@@ -150,5 +153,9 @@ end
 
 local moved = string.format('%.0f', cursor + count)
 redis.call('HSET', KEYS[1], 'cursor', moved)
-redis.call('SET', KEYS[2], ARGV[2] .. ' ' .. state[1] .. ' ' .. state[2], 'EX', ARGV[5])
+-- More of them than are ever sent together.
+if #answered > 1000 then
+  answered = answered:sub(answered:find(';', -600, true), -1)
+end
+redis.call('SET', KEYS[2], answered .. ARGV[2] .. ' ' .. state[1] .. ' ' .. state[2] .. ';', 'EX', ARGV[5])
 return {'OK', state[1], state[2]}
