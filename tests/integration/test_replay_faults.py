@@ -95,7 +95,9 @@ def test_a_write_whose_answer_was_lost_is_not_carried_out_twice(own_server: Serv
 
 def test_connections_that_are_killed_cost_no_row_and_add_none(own_server: ServerProcess) -> None:
     url = own_server.url("killed")
-    RedisReplayBuffer(url, 4000).extend(counted(0, 1))
+    # Two rows a part, so that an extend of six goes in three that are sent together.
+    RedisReplayBuffer(url, 4000, chunk_bytes=128).extend(counted(0, 1))
+    stored: dict[int, int] = {0: 0}
     done = threading.Event()
     failures: list[BaseException] = []
 
@@ -103,7 +105,8 @@ def test_connections_that_are_killed_cost_no_row_and_add_none(own_server: Server
         try:
             with RedisReplayBuffer(url) as buffer:
                 for at in range(start, start + 600, 6):
-                    buffer.extend(counted(at, 6))
+                    index = buffer.extend(counted(at, 6))
+                    stored.update(zip(index.tolist(), range(at, at + 6), strict=True))
         except BaseException as error:
             failures.append(error)
 
@@ -135,6 +138,8 @@ def test_connections_that_are_killed_cost_no_row_and_add_none(own_server: Server
     with RedisReplayBuffer(url) as buffer:
         assert buffer.num_written == 1801
         assert rows_of(buffer) == list(range(1801))
+        batch = buffer.sample(500)
+        assert [stored[index] for index in batch["index"].tolist()] == batch["a"].tolist()
 
 
 def test_a_stopped_server_is_waited_for_until_the_deadline_and_no_longer(own_server: ServerProcess) -> None:
