@@ -200,8 +200,10 @@ class Opener:
             self._seen[stripe] = (incarnation, cursor)
             if before is not None and before[0] == incarnation and cursor < before[1]:
                 # Answers of two threads may pass each other: only what a fresh look confirms is lost.
-                state = self._caller.server.call(
-                    "looking for lost rows", lambda client: client.hget(ring.state_key(stripe), "cursor")
+                state: Any = self._caller.retry(
+                    "looking for lost rows",
+                    lambda client: client.hget(ring.state_key(stripe), "cursor"),
+                    self._caller.deadline(None),
                 )
                 now = int(state or b"0")
                 self._seen[stripe] = (incarnation, now)
