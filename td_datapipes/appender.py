@@ -193,7 +193,7 @@ class _Append:
             keys = [appender_key(self._name), appends_key(self._name)]
             self._expect_ok(self._run("append_renew", keys, self._holder, int(LEASE_SECONDS * 1000), self._number))
             self._renewed = time.monotonic()
-        keys = [self._manifest.chunk_key(group, chunk), self._manifest.fence_key(chunk)]
+        keys = [self._manifest.chunk_key(group, chunk), self._manifest.fence_key(group, chunk)]
         answer = self._run("append_chunk", keys, self._number, start_bytes, b"".join(parts))
         if answer.startswith(b"SHORT"):
             raise DataLossError(
@@ -239,6 +239,7 @@ class _Append:
         return self._server.call(
             f"appending to {self._name!r}",
             lambda client: client.eval(source, len(keys), *chain(keys, arguments)),
+            repeats=True,
         )
 
 

@@ -23,6 +23,7 @@ from td_datapipes.manifest import (
     superseded_key,
 )
 from td_datapipes.server import open_embedded
+from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
@@ -50,15 +51,15 @@ APPEND_PREFIX = "append-"
 """What the staged ids of appends begin with. Their notes hold the manifest they began from."""
 
 
-def connect(url: str | ServerURL, *, require_name: bool = True) -> Server:
+def connect(url: str | ServerURL, *, require_name: bool = True, retry: RetryPolicy | None = None) -> Server:
     """A server by URL. Nothing is sent yet, but an embedded server is started with the first command."""
     parsed = url if isinstance(url, ServerURL) else ServerURL.parse(url, require_name=require_name)
-    return Server(parsed, open_embedded)
+    return Server(parsed, open_embedded, retry)
 
 
 def find_manifest(server: Server, name: str) -> Manifest | None:
     """What is published under a name, or None."""
-    text = server.call(f"reading the manifest of {name!r}", lambda client: client.get(manifest_key(name)))
+    text = server.call(f"reading the manifest of {name!r}", lambda client: client.get(manifest_key(name)), repeats=True)
     return None if text is None else Manifest.from_json(text)
 
 
@@ -72,7 +73,7 @@ def load_manifest(server: Server, name: str) -> Manifest:
     manifest = find_manifest(server, name)
     if manifest is not None:
         return manifest
-    staged = server.call("looking for interrupted writes", lambda client: client.hlen(staged_key(name)))
+    staged = server.call("looking for interrupted writes", lambda client: client.hlen(staged_key(name)), repeats=True)
     if staged:
         raise InterruptedWriteError(
             f"data set {name!r} at {server.address} was never published: its write is still going on "
@@ -91,7 +92,7 @@ def list_names(server: Server) -> list[str]:
         exists = [bool(client.exists(manifest_key(name))) for name in names]
         return [name for name, there in zip(names, exists, strict=True) if there]
 
-    return server.call("listing the data sets", command)
+    return server.call("listing the data sets", command, repeats=True)
 
 
 def stage(server: Server, name: str, staged_id: str, note: str) -> None:
@@ -102,7 +103,7 @@ def stage(server: Server, name: str, staged_id: str, note: str) -> None:
         client.sadd(NAMES_KEY, encode_name(name))
         client.hset(staged_key(name), staged_id, note)
 
-    server.call(f"beginning to write {name!r}", command)
+    server.call(f"beginning to write {name!r}", command, repeats=True)
 
 
 def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes], *, forget: bool = True) -> None:
@@ -113,7 +114,7 @@ def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes], *,
         if forget:
             client.hdel(staged_key(name), staged_id)
 
-    server.call(f"taking back what was staged of {name!r}", command)
+    server.call(f"taking back what was staged of {name!r}", command, repeats=True)
 
 
 def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_id: str) -> None:
@@ -133,7 +134,9 @@ def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_i
     expected = "" if found is None else f"{found.id} {found.generation}"
     arguments: list[Any] = [manifest.to_json(), expected, staged_id, repr(time.time())]
     answer = server.call(
-        f"publishing {manifest.name!r}", lambda client: client.eval(script.source, len(keys), *keys, *arguments)
+        f"publishing {manifest.name!r}",
+        lambda client: client.eval(script.source, len(keys), *keys, *arguments),
+        repeats=True,
     )
     if answer != b"OK":
         raise DatasetExistsError(
@@ -163,7 +166,7 @@ def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SE
             removed += 1
         return removed
 
-    return server.call(f"removing old generations of {name!r}", command)
+    return server.call(f"removing old generations of {name!r}", command, repeats=True)
 
 
 def drop(server: Server, name: str) -> None:
@@ -179,10 +182,10 @@ def drop(server: Server, name: str) -> None:
         _unlink(client, chain(chunk_keys(manifest), manifest.fence_keys))
         _unlink(client, [appender_key(name), appends_key(name)])
 
-    server.call(f"removing {name!r}", command)
+    server.call(f"removing {name!r}", command, repeats=True)
     sweep_appends(server, name, None)
     collect(server, name, older_than_seconds=0)
-    server.call(f"removing {name!r}", lambda client: client.srem(NAMES_KEY, encode_name(name)))
+    server.call(f"removing {name!r}", lambda client: client.srem(NAMES_KEY, encode_name(name)), repeats=True)
 
 
 def sweep_appends(server: Server, name: str, current: Manifest | None) -> None:
@@ -209,7 +212,7 @@ def sweep_appends(server: Server, name: str, current: Manifest | None) -> None:
                     first += _CHUNKS_PER_SWEEP
             client.hdel(staged_key(name), staged_id)
 
-    server.call(f"removing what interrupted appends to {name!r} left", command)
+    server.call(f"removing what interrupted appends to {name!r} left", command, repeats=True)
 
 
 def chunk_keys(manifest: Manifest) -> Iterator[bytes]:

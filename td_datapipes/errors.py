@@ -23,6 +23,7 @@ __all__ = [
     "SchemaError",
     "ServerError",
     "ServerFullError",
+    "ServerNotReadyError",
     "ServerTimeoutError",
     "ServerUnavailableError",
     "StateError",
@@ -46,6 +47,11 @@ class URLError(ConfigurationError):
 
 class ServerUnavailableError(TDDatapipesError, ConnectionError):
     """Nobody answers at the address, or the connection broke and could not be made again."""
+
+
+class ServerNotReadyError(ServerUnavailableError):
+    """The server is there but could not serve this before the deadline: it loads its data, runs a long script, moves a
+    slot, or waits for a replica to take over."""
 
 
 class ServerTimeoutError(TDDatapipesError, TimeoutError):

@@ -146,7 +146,7 @@ class Manifest:
         rows: rows of this generation.
         schema: fields, groups, nodes.
         layouts: how each group is cut into chunks.
-        tags: hash tag of each shard; chunk ``c`` lies in shard ``c % len(tags)``.
+        tags: hash tag of each shard. Chunk ``c`` lies in shard ``c // pieces % len(tags)``: a row is in one shard.
         created: when it was published, ISO 8601 in UTC.
         complete: nothing will be appended any more.
     """
@@ -170,16 +170,23 @@ class Manifest:
 
     def chunk_key(self, group: int, chunk: int) -> bytes:
         """The server's key of one chunk."""
-        return b"%s%08x" % (self._key_heads[group][chunk % len(self.tags)], chunk)
+        return b"%s%08x" % (self._key_heads[group][self._shard(group, chunk)], chunk)
+
+    def _shard(self, group: int, chunk: int) -> int:
+        return chunk // self.layouts[group].pieces % len(self.tags)
+
+    def tag_of(self, group: int, chunk: int) -> str:
+        """The hash tag of the shard that a chunk lies in."""
+        return self.tags[self._shard(group, chunk)]
 
     @property
     def fence_keys(self) -> list[bytes]:
         """For each shard, the key that says which appender may write to its chunks."""
         return [b"td:{%s}:fence" % tag.encode() for tag in self.tags]
 
-    def fence_key(self, chunk: int) -> bytes:
+    def fence_key(self, group: int, chunk: int) -> bytes:
         """The fence of the shard that a chunk lies in."""
-        return self.fence_keys[chunk % len(self.tags)]
+        return self.fence_keys[self._shard(group, chunk)]
 
     def with_rows(self, rows: int, *, complete: bool = False) -> Manifest:
         """The next generation, with more rows."""

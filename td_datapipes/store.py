@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ from td_datapipes.errors import (
     ConfigurationError,
     DataLossError,
     DatasetChangedError,
+    ServerNotReadyError,
+    ServerTimeoutError,
     ServerUnavailableError,
     TDDatapipesError,
 )
@@ -29,9 +32,10 @@ from td_datapipes.plan import STRATEGIES, ReadPlan, Strategy, plan_read
 from td_datapipes.read_spec import ReadSpec, Rows
 from td_datapipes.schema import Field, format_key, new_tensordict
 from td_datapipes.slabs import Slab
+from td_datapipes.wire.cluster_reader import ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault, error_from_text
-from td_datapipes.wire.reader import PlanReader, ReadStats
-from td_datapipes.wire.requests import RequestBuilder
+from td_datapipes.wire.reader import ReadStats
+from td_datapipes.wire.retry import Tries
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 
@@ -41,7 +45,8 @@ SLAB_BYTES = 1 << 20
 """Received before it is copied out: small enough to still be in the processor's cache then."""
 MAX_LUA_ROW_BYTES = 256
 MIN_LUA_ROWS = 32
-_ATTEMPTS = 2
+_MASTER, _REPLICA = "master", "replica"
+_LOG = logging.getLogger("td_datapipes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +58,14 @@ class ReadOptions:
         strided: give views of the receive buffer in place of contiguous tensors.
         pin_memory: give page-locked tensors.
         atomic: read every batch in one Lua call: one consistent snapshot.
+        read_from: ``master``, or ``replica`` for a replica of each master where there is one.
     """
 
     strategy: Strategy = "auto"
     strided: bool = False
     pin_memory: bool = False
     atomic: bool = False
+    read_from: str = _MASTER
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -67,6 +74,9 @@ class ReadOptions:
             raise ConfigurationError(
                 f"atomic=True reads by one Lua call; it cannot be combined with strategy={self.strategy!r}"
             )
+
+        if self.read_from not in (_MASTER, _REPLICA):
+            raise ConfigurationError(f"read_from must be 'master' or 'replica', got {self.read_from!r}")
 
     @property
     def plan_strategy(self) -> Strategy:
@@ -137,7 +147,7 @@ class RowReader:
             self._reset()
         with self._lock:
             plan = self.plan(rows)
-            batch = self._read(plan, time.monotonic() + self.server.timeout_seconds)
+            batch = self._read(plan)
             self._stats.rows += len(rows)
             self._stats.batches += 1
         return batch
@@ -181,36 +191,78 @@ class RowReader:
         self.manifest = manifest
         self._layout = RecordsLayout(manifest=manifest)
 
-    def new_plan_reader(self, stats: ReadStats) -> PlanReader:
-        """A reader with a connection of its own, dialled when it is first needed."""
-        return PlanReader(self.server.dial, RequestBuilder(self._layout.chunk_key), stats)
+    def new_plan_reader(self, stats: ReadStats) -> ClusterPlanReader:
+        """A reader with connections of its own, dialled when they are first needed."""
+        replica = self.options.read_from == _REPLICA
+        return ClusterPlanReader(self.server, self._layout.chunk_key, stats, from_replicas=replica)
 
     @property
     def name(self) -> str:
         """The data set's name."""
         return self.manifest.name
 
-    def _read(self, plan: ReadPlan, deadline: float) -> TensorDict:
-        """Read a plan, once more if the connection breaks or the server has forgotten the script."""
-        for attempt in range(_ATTEMPTS):
+    def _read(self, plan: ReadPlan) -> TensorDict:
+        """Read a plan; again where the retry policy says so, for as long as it says."""
+        server, plans = self.server, self._plans
+        deadline = time.monotonic() + server.deadline_seconds
+        tries: Tries | None = None
+        while True:
             began = time.perf_counter()
             try:
-                job = self._plans.start(plan)
-                # While the server works on it, the batch is put together around bytes that are still to come.
-                job.sink, batch = self.new_batch(plan)
-                self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
-            except ServerUnavailableError:
-                if attempt + 1 == _ATTEMPTS:
-                    raise
-                continue
+                batch = self._try(plan, min(deadline, time.monotonic() + server.timeout_seconds))
+                break
+            except (ServerUnavailableError, ServerTimeoutError) as error:
+                failed: TDDatapipesError = error
             except RangeFault as fault:
-                if not fault.text.startswith("NOSCRIPT") or attempt + 1 == _ATTEMPTS:
-                    raise self._explain(plan, fault) from None
-                self.server.call("loading a script", _load_scripts)
-                continue
-            self._learn(plan, time.perf_counter() - began)
-            return batch
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                failed = self._named(plan, fault)
+            if tries is None:  # made when it is needed: most reads succeed at once
+                tries = server.retry.begin(deadline, others_take_over=server.others_take_over)
+            self._again(tries, failed)
+            plans.from_replicas = False
+        plans.from_replicas = self.options.read_from == _REPLICA
+        self._learn(plan, time.perf_counter() - began)
+        return batch
+
+    def _try(self, plan: ReadPlan, deadline: float) -> TensorDict:
+        job = self._plans.start(plan)
+        # While the server works on it, the batch is put together around bytes that are still to come.
+        job.sink, batch = self.new_batch(plan)
+        self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
+        return batch
+
+    def _named(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
+        """What a fault is called if reading again does not help.
+
+        Raises:
+            TDDatapipesError: where it cannot help.
+        """
+        if fault.text.startswith("NOSCRIPT"):
+            self.server.call("loading a script", self._load_scripts, repeats=True)
+            return ServerNotReadyError(f"{self.server.address} forgets its scripts as fast as they are loaded")
+        lagging = not fault.text and self._plans.from_replicas
+        if not (fault.passes or lagging):
+            raise self._explain(plan, fault) from None
+        if lagging:
+            return self._explain(plan, fault)
+        return error_from_text(fault.text, self.server.address, f"reading {self.manifest.name!r}")
+
+    def _again(self, tries: Tries, failed: TDDatapipesError) -> None:
+        """Return when the next try may begin, or raise."""
+        redirected = isinstance(failed, ServerNotReadyError)
+        if "READONLY" in str(failed) and not self.server.others_take_over:
+            raise failed
+        tries.failed(failed, passes=redirected, at_once=redirected)
+        _LOG.info("reading again: %s", failed)
+
+    def _load_scripts(self, client: redis.Redis) -> None:
+        cluster = self.server.cluster()
+        clients = [client] if cluster is None else [one for _, one in cluster.everyone()]
+        for one in clients:
+            try:
+                one.script_load(load_script("read_ranges").source)
+            except (redis.ConnectionError, redis.TimeoutError):
+                if cluster is None:
+                    raise
 
     def _learn(self, plan: ReadPlan, seconds: float) -> None:
         if not plan.slabs:
@@ -222,7 +274,7 @@ class RowReader:
 
     def _explain(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
         """The error for a range that did not come back as asked."""
-        slab = plan.slabs[fault.slab]
+        slab = fault.part or plan.slabs[fault.slab]
         what = self._describe(slab, fault.index)
         if fault.text and not fault.text.startswith("WRONGTYPE"):
             return error_from_text(fault.text, self.server.address, f"reading {what}")
@@ -282,10 +334,6 @@ class RowReader:
         self.server.close()
 
 
-def _load_scripts(client: redis.Redis) -> None:
-    client.script_load(load_script("read_ranges").source)
-
-
 def _eviction_facts(client: redis.Redis) -> tuple[str, int]:
-    memory, stats = client.info("memory"), client.info("stats")
+    memory, stats = client.info("memory"), client.info("stats")  # of any node, on a cluster
     return str(memory.get("maxmemory_policy", "unknown")), int(stats.get("evicted_keys", 0))

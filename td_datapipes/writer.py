@@ -33,13 +33,16 @@ from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import Schema, schema_of
 from td_datapipes.server import wait_persisted
+from td_datapipes.wire.chunk_writer import ChunkWriter
+from td_datapipes.wire.cluster import choose_tags
+from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
-from td_datapipes.wire.writer import BulkWriter
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
     "IN_FLIGHT",
+    "SHARDS_PER_MASTER",
     "GroupChunks",
     "PutChunk",
     "check_room",
@@ -56,6 +59,8 @@ _SERVER_STRING_BYTES = 512 << 20
 _SPARE = bytes(SPARE_BYTES)
 IN_FLIGHT = 2
 """Chunks sent and not yet confirmed."""
+SHARDS_PER_MASTER = 4
+"""Of a cluster: a shard cannot be divided when slots are shared out anew, and each is one Lua call."""
 
 
 def write_dataset(
@@ -64,7 +69,9 @@ def write_dataset(
     *,
     overwrite: bool = False,
     chunk_bytes: int | None = None,
+    shards: int | None = None,
     progress: bool | None = None,
+    retry: RetryPolicy | None = None,
 ) -> Manifest:
     """Write rows to a server and publish them as one data set, all or nothing.
 
@@ -75,7 +82,10 @@ def write_dataset(
         overwrite: publish in place of what the name stands for now; those who have that open can read on for an hour.
         chunk_bytes: longest stretch of records in one server string, a multiple of 16; 4 MiB, or less where the
             server takes less.
+        shards: into how many shards, each of one slot of a cluster, the chunks are dealt. By default 1 on one server
+            and 4 for each master of a cluster, which cover the masters evenly. ``atomic=True`` needs 1 on a cluster.
         progress: show a progress bar; by default on a terminal only.
+        retry: how what failed is tried again; by default as the URL's ``retry_...`` options say.
 
     Returns:
         What was published.
@@ -86,9 +96,11 @@ def write_dataset(
         ServerFullError, ValueTooLargeError, ServerUnavailableError, AuthenticationError: what the server said.
             Nothing is published then, and what was staged is removed where the server can still be reached.
     """
-    server = connect(url)
+    if shards is not None and shards < 1:
+        raise ConfigurationError(f"shards must be 1 or more, got {shards}")
+    server = connect(url, retry=retry)
     try:
-        return _write(server, data, overwrite=overwrite, chunk_bytes=chunk_bytes, progress=progress)
+        return _write(server, data, overwrite=overwrite, chunk_bytes=chunk_bytes, shards=shards, progress=progress)
     finally:
         server.close()
 
@@ -99,6 +111,7 @@ def _write(
     *,
     overwrite: bool,
     chunk_bytes: int | None,
+    shards: int | None,
     progress: bool | None,
 ) -> Manifest:
     name = server.url.name
@@ -116,7 +129,7 @@ def _write(
     schema = schema_of(first)
     if total is not None:
         check_room(server, schema, total)
-    staging = _Staging(server, name, schema, largest)
+    staging = _Staging(server, name, schema, largest, shards)
     try:
         with progress_bar(f"writing {name}", total, progress) as advance:
             for batch in _chain(first, batches):
@@ -178,7 +191,7 @@ def _chunk_bytes(server: Server, wanted: int | None) -> int:
             return _SERVER_STRING_BYTES
         return int(next(iter(answer.values()), _SERVER_STRING_BYTES))
 
-    limit = server.call("asking for proto-max-bulk-len", command) - SPARE_BYTES
+    limit = server.call("asking for proto-max-bulk-len", command, repeats=True) - SPARE_BYTES
     if wanted is not None and wanted > limit:
         raise ValueTooLargeError(
             f"chunk_bytes={wanted} is more than {server.address} takes in one string: proto-max-bulk-len leaves "
@@ -187,18 +200,31 @@ def _chunk_bytes(server: Server, wanted: int | None) -> int:
     return min(wanted or DEFAULT_CHUNK_BYTES, limit // 16 * 16)
 
 
+def _choose_tags(server: Server, prefix: str, shards: int | None) -> tuple[str, ...]:
+    """A hash tag for each shard."""
+    cluster = server.cluster()
+    if cluster is None:
+        return tuple(f"{prefix}.{shard}" for shard in range(shards or 1))
+    slots = cluster.refresh()
+    return choose_tags(slots, prefix, shards or SHARDS_PER_MASTER * len(slots.nodes))
+
+
 def check_room(server: Server, schema: Schema, rows: int) -> None:
     """Refuse early what cannot fit; what is close to the limit is left to the server."""
     needed = sum(group.stride_bytes for group in schema.groups) * rows
 
     def command(client: redis.Redis) -> tuple[int, int]:
+        cluster = server.cluster()
+        clients = [client] if cluster is None else [one for _, one in cluster.masters()]
         try:
-            memory = client.info("memory")
+            memories = [one.info("memory") for one in clients]
         except redis.ResponseError:  # not every user may ask
             return 0, 0
-        return int(memory.get("maxmemory", 0)), int(memory.get("used_memory", 0))
+        limits = [int(memory.get("maxmemory", 0)) for memory in memories]
+        # A node without a limit takes what the others do not: left to the servers.
+        return (sum(limits) if all(limits) else 0), sum(int(memory.get("used_memory", 0)) for memory in memories)
 
-    limit, used = server.call("asking for its memory", command)
+    limit, used = server.call("asking for its memory", command, repeats=True)
     if limit and needed > limit - used:
         raise ServerFullError(
             f"{server.address} has maxmemory={limit} bytes of which {used} are used; this data set needs {needed} "
@@ -208,7 +234,8 @@ def check_room(server: Server, schema: Schema, rows: int) -> None:
 
 
 def persist(server: Server) -> None:
-    """On the embedded server, wait until what was written is on disk."""
+    """Wait until what was written is on disk (embedded server), or with a replica of each master (cluster)."""
+    server.wait_replicated()
     if server.url.folder is not None:
         server.call(
             "waiting until the data is on disk",
@@ -219,26 +246,23 @@ def persist(server: Server) -> None:
 class _Staging:
     """A write under way: chunks under a new id that nothing refers to until the manifest is published."""
 
-    def __init__(self, server: Server, name: str, schema: Schema, chunk_bytes: int) -> None:
+    def __init__(self, server: Server, name: str, schema: Schema, chunk_bytes: int, shards: int | None) -> None:
         self._server, self._name, self._schema = server, name, schema
         # Unguessable and new, so that no two writers and no two generations share a chunk's key.
         self._id = secrets.token_hex(5)
+        self._tags = _choose_tags(server, self._id, shards)
         self._layouts = tuple(
             ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
         )
         self._rows = 0
         note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
-        self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, IN_FLIGHT)
+        self._writer = ChunkWriter(server, IN_FLIGHT)
         try:
             stage(server, name, self._id, json.dumps(note))
         except BaseException:
             self._writer.close()
             raise
         self._groups = [GroupChunks(self._manifest(0, 1), number, self._put) for number in range(len(schema.groups))]
-
-    @property
-    def _tags(self) -> tuple[str, ...]:
-        return (f"{self._id}.0",)
 
     def add(self, batch: TensorDictBase) -> None:
         """Stage the rows of a batch."""

