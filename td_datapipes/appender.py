@@ -20,7 +20,15 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from td_datapipes.catalog import APPEND_PREFIX, connect, load_manifest, stage, sweep_appends
+from td_datapipes.catalog import (
+    APPEND_PREFIX,
+    confirm_chunks,
+    confirm_published,
+    connect,
+    load_manifest,
+    stage,
+    sweep_appends,
+)
 from td_datapipes.errors import (
     AppendConflictError,
     AuthenticationError,
@@ -140,6 +148,7 @@ class _Append:
             with progress_bar(f"appending to {self._name}", total, progress) as advance:
                 rows = self._write(batches, advance)
             persist(server)
+            confirm_chunks(server, manifest.with_rows(rows), manifest.rows)
         except BaseException:
             self._undo()
             raise
@@ -154,6 +163,7 @@ class _Append:
             raise
         # After any other failure it may have been published: its chunks stay, and the staged entry tells of them.
         persist(server)
+        confirm_published(server, published, lambda: self._publish(published))
         return published
 
     def _check_kind(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import redis
 
-from td_datapipes.errors import DatasetExistsError, DatasetNotFoundError, InterruptedWriteError
+from td_datapipes.errors import DataLossError, DatasetExistsError, DatasetNotFoundError, InterruptedWriteError
 from td_datapipes.manifest import (
     NAMES_KEY,
     Manifest,
@@ -32,6 +32,8 @@ __all__ = [
     "APPEND_PREFIX",
     "chunk_keys",
     "collect",
+    "confirm_chunks",
+    "confirm_published",
     "connect",
     "drop",
     "find_manifest",
@@ -143,6 +145,62 @@ def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_i
             f"data set {manifest.name!r} at {server.address} was published by another writer while this one wrote; "
             f"nothing of this write was kept. Open what is there, or write again with overwrite=True"
         )
+
+
+def confirm_chunks(server: Server, manifest: Manifest, first_row: int = 0) -> None:
+    """On a cluster, make sure before they are published that chunks are still there, and with replicas.
+
+    Masters confirm a write before their replicas have it; what a master had not passed on when it failed is gone.
+
+    Args:
+        server: where.
+        manifest: what is to be published.
+        first_row: chunks that hold only rows before this one have been published before.
+
+    Raises:
+        DataLossError: a chunk is gone. It is not published, and can be written again.
+    """
+    server.wait_replicated()
+    if server.cluster() is None:
+        return
+    wanted: list[tuple[bytes, int]] = []
+    for group, layout in enumerate(manifest.layouts):
+        first = first_row // layout.records_per_chunk * layout.pieces if layout.stride_bytes else 0
+        for chunk in range(first, layout.num_chunks(manifest.rows)):
+            wanted.append((manifest.chunk_key(group, chunk), layout.chunk_bytes(chunk, manifest.rows)))
+    for start in range(0, len(wanted), _KEYS_PER_UNLINK):
+        some = wanted[start : start + _KEYS_PER_UNLINK]
+
+        def command(client: Any, some: Sequence[tuple[bytes, int]] = some) -> list[int]:
+            with client.pipeline(transaction=False) as pipeline:
+                for key, _ in some:
+                    pipeline.strlen(key)
+                return list(pipeline.execute())
+
+        found = server.call(f"confirming chunks of {manifest.name!r}", command, repeats=True)
+        for (key, nbytes), length in zip(some, found, strict=True):
+            if length < nbytes:
+                raise DataLossError(
+                    f"chunk {key.decode()} of {manifest.name!r} at {server.address} was lost while it was written: "
+                    f"{nbytes} bytes confirmed, {length} there; a master has failed over to a replica that lacked it. "
+                    f"Nothing was published; write again"
+                )
+
+
+def confirm_published(server: Server, manifest: Manifest, again: Callable[[], None]) -> None:
+    """On a cluster, make sure that a failover has not undone what was published.
+
+    Args:
+        server: where.
+        manifest: what was published.
+        again: publishes it once more; nothing happens where it is there.
+    """
+    server.wait_replicated()
+    if server.cluster() is None:
+        return
+    while (current := find_manifest(server, manifest.name)) is None or current.generation < manifest.generation:
+        again()
+        server.wait_replicated()
 
 
 def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SECONDS) -> int:

@@ -17,7 +17,17 @@ import numpy.typing as npt
 import redis
 from tensordict import TensorDictBase, is_tensor_collection
 
-from td_datapipes.catalog import chunk_keys, collect, connect, find_manifest, publish, stage, unstage
+from td_datapipes.catalog import (
+    chunk_keys,
+    collect,
+    confirm_chunks,
+    confirm_published,
+    connect,
+    find_manifest,
+    publish,
+    stage,
+    unstage,
+)
 from td_datapipes.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -137,6 +147,7 @@ def _write(
                 advance(batch.batch_size[0])
         manifest = staging.finish(found)
         persist(server)
+        confirm_chunks(server, manifest)
     except BaseException:
         staging.undo()
         raise
@@ -148,6 +159,7 @@ def _write(
     # After any other failure (a time-out, Ctrl-C) it may have been published, or may yet be: its chunks stay, and
     # unless it was, the staged entry tells of them.
     persist(server)
+    confirm_published(server, manifest, lambda: publish(server, manifest, found, manifest.id))
     if found is not None:
         collect(server, name)
     return manifest
@@ -234,8 +246,7 @@ def check_room(server: Server, schema: Schema, rows: int) -> None:
 
 
 def persist(server: Server) -> None:
-    """Wait until what was written is on disk (embedded server), or with a replica of each master (cluster)."""
-    server.wait_replicated()
+    """On the embedded server, wait until what was written is on disk."""
     if server.url.folder is not None:
         server.call(
             "waiting until the data is on disk",

@@ -235,18 +235,14 @@ class Cluster:
         Raises:
             redis.RedisError, OSError: what redis-py raises.
         """
-        pool = self._pool(node)
-        connection: Any = pool.get_connection("ASKING")
+        connection: Any = self._pool(node).make_connection()
         try:
+            connection.connect()
             connection.send_packed_command([b"*1\r\n$6\r\nASKING\r\n" + request])
             connection.read_response()
             return connection.read_response()
-        except BaseException as error:
-            if not isinstance(error, redis.ResponseError):
-                connection.disconnect()
-            raise
         finally:
-            pool.release(connection)
+            connection.disconnect()
 
     def masters(self) -> Iterable[tuple[Node, redis.Redis]]:
         """A client of each master."""

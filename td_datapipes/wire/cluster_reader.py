@@ -22,7 +22,7 @@ from td_datapipes.assemble import BatchSink
 from td_datapipes.errors import ServerTimeoutError, ServerUnavailableError
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import Rows
-from td_datapipes.slabs import Slab
+from td_datapipes.slabs import CoveringSlab, Slab
 from td_datapipes.split import split_slab
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.cluster import Cluster, Node, parse_node, slot_of
@@ -296,7 +296,9 @@ class ClusterPlanReader:
     def _read_aside(self, job: ClusterJob, slot: int, slab: Slab, doing: str) -> None:
         """Read a slab of a moving slot: each key is with one of two nodes."""
         try:
-            values = self._whole_call(job, slot, slab) if slab.prefix else self._one_by_one(slab)
+            # A snapshot is one call or none. What else was to be one call may as well come one by one.
+            snapshot = slab.prefix and (slab is job.plan.slabs[0] or not isinstance(slab, CoveringSlab))
+            values = self._whole_call(job, slot, slab) if snapshot else self._one_by_one(slab)
         except redis.ResponseError as error:
             named = translate(error, self._server.address, doing)
             if not str(error).startswith("NOSCRIPT") and "NOSCRIPT" not in type(error).__name__.upper():

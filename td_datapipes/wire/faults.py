@@ -103,6 +103,8 @@ def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
     for kind, code in _NOT_READY_KINDS:
         if isinstance(error, kind):
             return _not_ready(text if text.startswith(code) else f"{code} {text}", address, doing)
+    if isinstance(error, rex.ClusterError) and "TTL exhausted" in text:  # redirected again and again
+        return _not_ready("TRYAGAIN " + text, address, doing)
     if isinstance(error, rex.RedisClusterException):
         return ServerUnavailableError(f"the cluster of {address} cannot be reached while {doing}: {text}")
     if isinstance(error, rex.InvalidResponse):

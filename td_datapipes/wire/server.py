@@ -184,9 +184,10 @@ class Server:
     def wait_replicated(self) -> None:
         """On a cluster whose masters have replicas, wait until one of each has what was written so far.
 
-        A failover then loses none of it. Replicas that do not confirm it in time are logged, no error.
+        A failover then loses none of it that has not been lost before. Replicas that do not confirm it in time are
+        logged, no error.
         """
-        cluster = self._cluster
+        cluster = self.cluster()
         if cluster is None:
             return
         late = self.call("waiting for replicas", lambda _: cluster.wait_replicated(self.timeout_seconds), repeats=True)
