@@ -8,7 +8,6 @@ numbers in the same step in which it writes. (M. Kleppmann, "How to do distribut
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import secrets
@@ -38,6 +37,7 @@ from td_datapipes.errors import (
     ServerError,
     TDDatapipesError,
 )
+from td_datapipes.garbage import process_is_gone, writer_note
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import schema_of
@@ -117,11 +117,11 @@ class _Append:
             if isinstance(answer, int):
                 return answer
             holder, left_ms = answer
-            replaceable = holder if _is_gone(holder.decode()) else b""
+            host, pid, _ = holder.decode().rsplit(" ", 2)
+            replaceable = holder if process_is_gone(host, int(pid)) else b""
             if replaceable:
                 continue
             if time.monotonic() >= deadline:
-                host, pid, _ = holder.decode().rsplit(" ", 2)
                 raise AppendConflictError(
                     f"process {pid} on {host} is appending to {self._name!r} at {self._server.address}; if it has "
                     f"died, others may append in {left_ms / 1000:.1f} s. Pass wait_seconds to wait for it"
@@ -142,8 +142,7 @@ class _Append:
         total, batches = iterate_batches(data)
         if total is not None:
             check_room(server, manifest.schema, total)
-        note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": manifest.tags}
-        stage(server, self._name, self._staged_id, json.dumps({**note, "manifest": json.loads(manifest.to_json())}))
+        stage(server, self._name, self._staged_id, writer_note(manifest, time.time()))
         try:
             with progress_bar(f"appending to {self._name}", total, progress) as advance:
                 rows = self._write(batches, advance)
@@ -251,17 +250,3 @@ class _Append:
             lambda client: client.eval(source, len(keys), *chain(keys, arguments)),
             repeats=True,
         )
-
-
-def _is_gone(holder: str) -> bool:
-    """Whether a writer was a process of this machine that exists no more."""
-    host, pid, _ = holder.rsplit(" ", 2)
-    if host != platform.node():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False

@@ -30,6 +30,7 @@ from td_datapipes.wire.url import ServerURL
 
 __all__ = [
     "APPEND_PREFIX",
+    "SUPERSEDED_SECONDS",
     "chunk_keys",
     "collect",
     "confirm_chunks",
@@ -42,6 +43,7 @@ __all__ = [
     "publish",
     "stage",
     "sweep_appends",
+    "sweep_chunks",
     "unstage",
 ]
 
@@ -130,6 +132,7 @@ def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_i
 
     Raises:
         DatasetExistsError: somebody else published under the name since.
+        InterruptedWriteError: the write fell silent for so long that what it had staged was collected.
     """
     script = load_script("publish")
     keys = [manifest_key(manifest.name), staged_key(manifest.name), superseded_key(manifest.name)]
@@ -140,6 +143,11 @@ def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_i
         lambda client: client.eval(script.source, len(keys), *keys, *arguments),
         repeats=True,
     )
+    if answer == b"GONE":
+        raise InterruptedWriteError(
+            f"what this write of {manifest.name!r} at {server.address} had staged was removed, because its writer had "
+            f"not been heard of for long; nothing was published: write it again"
+        )
     if answer != b"OK":
         raise DatasetExistsError(
             f"data set {manifest.name!r} at {server.address} was published by another writer while this one wrote; "
@@ -261,16 +269,39 @@ def sweep_appends(server: Server, name: str, current: Manifest | None) -> None:
                 continue
             begun = Manifest.from_json(json.dumps(json.loads(note)["manifest"]))
             manifest = current if current is not None and current.id == begun.id else begun
-            for group, layout in enumerate(manifest.layouts):
-                first = layout.num_chunks(manifest.rows)
-                # Chunks are written in order, so the first run of missing ones is behind the last.
-                while layout.stride_bytes and client.unlink(
-                    *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
-                ):
-                    first += _CHUNKS_PER_SWEEP
+            _sweep(client, manifest)
             client.hdel(staged_key(name), staged_id)
 
     server.call(f"removing what interrupted appends to {name!r} left", command, repeats=True)
+
+
+def sweep_chunks(server: Server, manifest: Manifest) -> int:
+    """Remove the chunks behind the last row of a manifest, and say how many there were.
+
+    Args:
+        server: where.
+        manifest: of a write that was not published: it has 0 rows, and all its chunks go.
+    """
+
+    def command(client: Any) -> int:
+        return _sweep(client, manifest)
+
+    return server.call(f"removing what an interrupted write of {manifest.name!r} left", command, repeats=True)
+
+
+def _sweep(client: Any, manifest: Manifest) -> int:
+    removed = 0
+    for group, layout in enumerate(manifest.layouts):
+        first = layout.num_chunks(manifest.rows)
+        # Chunks are written in order, so the first run of missing ones is behind the last.
+        while layout.stride_bytes and (
+            found := client.unlink(
+                *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
+            )
+        ):
+            removed += found
+            first += _CHUNKS_PER_SWEEP
+    return removed
 
 
 def chunk_keys(manifest: Manifest) -> Iterator[bytes]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,12 +29,14 @@ from td_datapipes.errors import (
     AuthenticationError,
     ConfigurationError,
     DatasetExistsError,
+    InterruptedWriteError,
     SchemaError,
     ServerError,
     ServerFullError,
     TDDatapipesError,
     ValueTooLargeError,
 )
+from td_datapipes.garbage import writer_note
 from td_datapipes.layouts import pack_records
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
@@ -69,6 +68,8 @@ _SERVER_STRING_BYTES = 512 << 20
 _SPARE = bytes(SPARE_BYTES)
 IN_FLIGHT = 2
 """Chunks sent and not yet confirmed."""
+HEARTBEAT_SECONDS = 10.0
+"""How often a writer says that it goes on."""
 SHARDS_PER_MASTER = 4
 """Of a cluster: a shard cannot be divided when slots are shared out anew, and each is one Lua call."""
 
@@ -153,7 +154,7 @@ def _write(
         raise
     try:
         publish(server, manifest, found, manifest.id)
-    except (DatasetExistsError, ServerError, AuthenticationError):
+    except (DatasetExistsError, InterruptedWriteError, ServerError, AuthenticationError):
         staging.undo()
         raise
     # After any other failure (a time-out, Ctrl-C) it may have been published, or may yet be: its chunks stay, and
@@ -266,10 +267,10 @@ class _Staging:
             ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
         )
         self._rows = 0
-        note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
+        self._started, self._said = time.time(), time.monotonic()
         self._writer = ChunkWriter(server, IN_FLIGHT)
         try:
-            stage(server, name, self._id, json.dumps(note))
+            self._say()
         except BaseException:
             self._writer.close()
             raise
@@ -296,7 +297,14 @@ class _Staging:
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
         del start_bytes  # every chunk is new
+        if time.monotonic() - self._said > HEARTBEAT_SECONDS:
+            self._say()
         self._writer.set(self._manifest(0, 1).chunk_key(group, chunk), parts)
+
+    def _say(self) -> None:
+        """Say that this write goes on: what is not heard of for long is collected."""
+        stage(self._server, self._name, self._id, writer_note(self._manifest(0, 1), self._started))
+        self._said = time.monotonic()
 
     def undo(self) -> None:
         """Remove what was staged, as far as the server can be reached; the staged entry tells of the rest."""

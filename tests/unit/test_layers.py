@@ -37,6 +37,7 @@ LAYERS = (
     "server",
     "wire",
     "catalog",
+    "garbage",
     "upstream",
     "extras",
     "progress",
