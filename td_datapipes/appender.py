@@ -38,6 +38,7 @@ from td_datapipes.errors import (
     TDDatapipesError,
 )
 from td_datapipes.garbage import process_is_gone, writer_note
+from td_datapipes.integrity import store_checksums
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import schema_of
@@ -154,7 +155,9 @@ class _Append:
         if rows == manifest.rows and not complete:
             self._undo()
             return manifest
-        published = manifest.with_rows(rows, complete=complete)
+        last = tuple(group.last_checksum for group in self._groups)
+        last_checksums = None if manifest.last_checksums is None else last
+        published = manifest.with_rows(rows, complete=complete, last_checksums=last_checksums)
         try:
             self._publish(published)
         except (AppendConflictError, ServerError, AuthenticationError):
@@ -180,7 +183,11 @@ class _Append:
     def _write(self, batches: Iterable[TensorDictBase], advance: Any) -> int:
         """Send the rows; how many the data set has with them."""
         manifest, schema = self._manifest, self._manifest.schema
-        groups = [GroupChunks(manifest, number, self._put, manifest.rows) for number in range(len(schema.groups))]
+        begun = manifest.last_checksums or (0,) * len(schema.groups)
+        self._groups = groups = [
+            GroupChunks(manifest, number, self._put, manifest.rows, begun[number])
+            for number in range(len(schema.groups))
+        ]
         rows = manifest.rows
         for batch in batches:
             found = schema_of(batch)
@@ -193,8 +200,10 @@ class _Append:
                 group.add(batch)
             rows += batch.batch_size[0]
             advance(batch.batch_size[0])
-        for group in groups:
+        for number, group in enumerate(groups):
             group.flush()
+            if manifest.last_checksums is not None:
+                store_checksums(self._server, manifest, number, group.first_chunk, group.checksums)
         return rows
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:

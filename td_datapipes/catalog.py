@@ -301,6 +301,8 @@ def _sweep(client: Any, manifest: Manifest) -> int:
         ):
             removed += found
             first += _CHUNKS_PER_SWEEP
+        if not manifest.rows:
+            client.unlink(manifest.checksums_key(group))
     return removed
 
 
@@ -309,6 +311,7 @@ def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
     for group, layout in enumerate(manifest.layouts):
         for chunk in range(layout.num_chunks(manifest.rows)):
             yield manifest.chunk_key(group, chunk)
+    yield from manifest.checksums_keys
 
 
 def _unlink(client: redis.Redis, keys: Iterable[bytes]) -> None:

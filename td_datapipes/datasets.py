@@ -55,6 +55,8 @@ class RedisTDDataset(Dataset[TensorDict]):
         read_from: ``replica`` reads from a replica of each master of a cluster (or of the sentinels' master) where
             there is one. Rows of a frozen generation are the same there; what a replica lacks or cannot serve is read
             from its master. What is written in place may be older there.
+        verify: compare every chunk that is read whole (adjacent rows, all fields) with its checksum. Reads of single
+            rows see no whole chunk; `verify_dataset` looks at all of them.
         retry: how often and how long what failed is tried again; by default as the URL's ``retry_...`` options say.
 
     Raises:
@@ -76,12 +78,13 @@ class RedisTDDataset(Dataset[TensorDict]):
         read_once_per: str | int | None = None,
         prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
         read_from: Literal["master", "replica"] = "master",
+        verify: bool = False,
         retry: RetryPolicy | None = None,
     ) -> None:
         if prefetch_bytes < 0:
             raise ConfigurationError(f"prefetch_bytes must be 0 or more, got {prefetch_bytes}")
         options = ReadOptions(
-            strategy=strategy, strided=strided, pin_memory=pin_memory, atomic=atomic, read_from=read_from
+            strategy=strategy, strided=strided, pin_memory=pin_memory, atomic=atomic, read_from=read_from, verify=verify
         )
         server = connect(url, retry=retry)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "AppendConflictError",
     "AuthenticationError",
+    "ChecksumError",
     "ConfigurationError",
     "DataLossError",
     "DatasetChangedError",
@@ -104,6 +105,10 @@ class DatasetChangedError(TDDatapipesError, RuntimeError):
 
 class DataLossError(TDDatapipesError, RuntimeError):
     """Bytes of a published data set are missing or short on the server: evicted, deleted or overwritten."""
+
+
+class ChecksumError(DataLossError):
+    """A chunk is there in full length, but its bytes are not those that were written."""
 
 
 class FieldNotFoundError(TDDatapipesError, LookupError):

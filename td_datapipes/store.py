@@ -25,6 +25,7 @@ from td_datapipes.errors import (
     ServerUnavailableError,
     TDDatapipesError,
 )
+from td_datapipes.integrity import load_checksums
 from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec, nodes_of_parts
 from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
@@ -32,6 +33,7 @@ from td_datapipes.plan import STRATEGIES, ReadPlan, Strategy, plan_read
 from td_datapipes.read_spec import ReadSpec, Rows
 from td_datapipes.schema import Field, format_key, new_tensordict
 from td_datapipes.slabs import Slab
+from td_datapipes.verified import ChunkChecks, VerifyingSink
 from td_datapipes.wire.cluster_reader import ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault, error_from_text
 from td_datapipes.wire.reader import ReadStats
@@ -58,6 +60,7 @@ class ReadOptions:
         strided: give views of the receive buffer in place of contiguous tensors.
         pin_memory: give page-locked tensors.
         atomic: read every batch in one Lua call: one consistent snapshot.
+        verify: compare chunks that are read whole with their checksums.
         read_from: ``master``, or ``replica`` for a replica of each master where there is one.
     """
 
@@ -66,6 +69,7 @@ class ReadOptions:
     pin_memory: bool = False
     atomic: bool = False
     read_from: str = _MASTER
+    verify: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -123,6 +127,8 @@ class RowReader:
         self._nodes = tuple(nodes if parts is None else nodes_of_parts(nodes, parts))
         self._stats = ReadStats()
         self._pool = MemoryPool()
+        self._checks: ChunkChecks | None = None
+        self._no_script: ServerNotReadyError | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -179,7 +185,22 @@ class RowReader:
     def new_batch(self, plan: ReadPlan) -> tuple[BatchSink, TensorDict]:
         """A batch whose values are still to come, and where they go."""
         sink = make_sink(plan, self.spec, self._pool, strided=self.options.strided, pin_memory=self.options.pin_memory)
+        if self.options.verify and plan.slabs:
+            sink = VerifyingSink(sink, self._known_checks())
         return sink, new_tensordict(sink.tensors, self._nodes, plan.num_rows)
+
+    def _known_checks(self) -> ChunkChecks:
+        """The checksums of the generation; they are read once."""
+        checks = self._checks
+        if checks is None or checks.manifest is not self.manifest:
+            sums = load_checksums(self.server, self.manifest)
+            if sums is None:
+                raise ConfigurationError(
+                    f"verify=True needs checksums, and data set {self.manifest.name!r} has none: it was written by an "
+                    f"older release, or is written in place"
+                )
+            checks = self._checks = ChunkChecks(manifest=self.manifest, spec=self.spec, sums=sums)
+        return checks
 
     def slice_batch(self, sink: BatchSink, start: int, stop: int) -> TensorDict:
         """Rows ``[start, stop)`` of what a sink holds, as a batch of views."""
@@ -238,7 +259,8 @@ class RowReader:
         """
         if fault.text.startswith("NOSCRIPT"):
             self.server.call("loading a script", self._load_scripts, repeats=True)
-            return ServerNotReadyError(f"{self.server.address} forgets its scripts as fast as they are loaded")
+            self._no_script = ServerNotReadyError(f"{self.server.address} forgets scripts as fast as they are loaded")
+            return self._no_script
         lagging = not fault.text and self._plans.from_replicas
         if not (fault.passes or lagging):
             raise self._explain(plan, fault) from None
@@ -248,6 +270,10 @@ class RowReader:
 
     def _again(self, tries: Tries, failed: TDDatapipesError) -> None:
         """Return when the next try may begin, or raise."""
+        if failed is self._no_script:
+            if time.monotonic() >= tries.deadline:
+                raise failed
+            return
         redirected = isinstance(failed, ServerNotReadyError)
         if "READONLY" in str(failed) and not self.server.others_take_over:
             raise failed

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -37,6 +39,7 @@ from td_datapipes.errors import (
     ValueTooLargeError,
 )
 from td_datapipes.garbage import writer_note
+from td_datapipes.integrity import store_checksums
 from td_datapipes.layouts import pack_records
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
@@ -293,7 +296,10 @@ class _Staging:
             group.flush()
         self._writer.flush()
         self._writer.close()
-        return self._manifest(self._rows, 1 if found is None else found.generation + 1)
+        manifest = self._manifest(self._rows, 1 if found is None else found.generation + 1)
+        for number, group in enumerate(self._groups):
+            store_checksums(self._server, manifest, number, 0, group.checksums)
+        return replace(manifest, last_checksums=tuple(group.last_checksum for group in self._groups))
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
         del start_bytes  # every chunk is new
@@ -311,7 +317,8 @@ class _Staging:
         # A chunk that is on its way when its key is removed would be there again afterwards.
         settled = self._writer.settle()
         with suppress(TDDatapipesError):
-            chunks = chunk_keys(self._manifest(self._rows_begun, 1))
+            begun = replace(self._manifest(self._rows_begun, 1), last_checksums=())
+            chunks = chunk_keys(begun)
             unstage(self._server, self._name, self._id, chunks, forget=settled)
 
     @property
@@ -346,9 +353,17 @@ class GroupChunks:
         number: the group's.
         put: sends a chunk.
         first_row: the row that comes next; the chunk it falls in may have earlier ones.
+        begun_checksum: of those.
+
+    Attributes:
+        rows: the row that comes next.
+        first_chunk: the first chunk it sends.
+        checksums: of the chunks sent, in order.
     """
 
-    def __init__(self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0) -> None:
+    def __init__(
+        self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0, begun_checksum: int = 0
+    ) -> None:
         self._number, self._put = number, put
         self._group = manifest.schema.groups[number]
         self._layout = manifest.layouts[number]
@@ -361,6 +376,14 @@ class GroupChunks:
         # Records of the chunk being filled: those it had before, and those collected since.
         self._present = first_row % self._layout.records_per_chunk
         self._filled = 0
+        self.first_chunk = first_row // self._layout.records_per_chunk * self._layout.pieces
+        self.checksums: list[int] = []
+        self._begun_checksum = begun_checksum
+
+    @property
+    def last_checksum(self) -> int:
+        """Of the last chunk there is; 0 where there is none."""
+        return self.checksums[-1] if self.checksums else self._begun_checksum
 
     def add(self, batch: TensorDictBase) -> None:
         """Pack the rows of a batch."""
@@ -388,6 +411,7 @@ class GroupChunks:
         step = self._layout.piece_bytes if self._layout.pieces > 1 else len(records)
         for piece in range(self._layout.pieces):
             part = records[piece * step : (piece + 1) * step]
+            self.checksums.append(zlib.crc32(part, self._begun_checksum if self._present else 0))
             self._put(self._number, first + piece, self._present * self._group.stride_bytes, [part, _SPARE])
         self._turn = (self._turn + 1) % len(self._buffers)
         self._present = (self._present + self._filled) % self._layout.records_per_chunk

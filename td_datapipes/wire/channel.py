@@ -128,7 +128,10 @@ class Channel:
                     f"the connection to {self._address} broke while {doing}: {error}"
                 ) from error
             if count == 0:
-                raise ServerUnavailableError(f"{self._address} closed the connection while {doing}")
+                raise ServerUnavailableError(
+                    f"{self._address} closed the connection while {doing}: it ended, was told to (CLIENT KILL), or "
+                    f"more was asked for than its client-output-buffer-limit allows"
+                )
             exchange.received(count)
             if self._unsent:
                 self._send()

@@ -37,9 +37,10 @@ class ChunkWriter:
         self._max_in_flight = max_in_flight
         self._cluster: Cluster | None = server.cluster()
         self._writers: dict[Node | None, BulkWriter] = {}
-        self._unanswered: deque[tuple[Node | None, bytes, Sequence[bytes | memoryview]]] = deque()
+        self._unanswered: deque[tuple[Node | None, BulkWriter, bytes, Sequence[bytes | memoryview]]] = deque()
         if self._cluster is None:
-            self._writer(None)  # refused here, before anything is said to be staged
+            # Refused here, before anything is said to be staged.
+            server.call("connecting", lambda _: self._writer(None), repeats=True)
 
     def set(self, key: bytes, value: Sequence[bytes | memoryview]) -> None:
         """Set a string made of parts.
@@ -53,12 +54,14 @@ class ChunkWriter:
         try:
             if self._cluster is not None:
                 node = self._cluster.slots.master(slot_of(key))
-            self._writer(node).set(key, value)
+            writer = self._writer(node)
+            writer.set(key, value)
         except (ServerUnavailableError, ServerTimeoutError) as error:
             self._drop(node)
+            self.flush()  # or the buffers of those before it would be used again too early
             self._set_again(key, value, error)
             return
-        self._unanswered.append((node, key, value))
+        self._unanswered.append((node, writer, key, value))
 
     def flush(self) -> None:
         """Wait until everything set is confirmed. Raises as `set` does."""
@@ -66,9 +69,8 @@ class ChunkWriter:
             self._answer()
 
     def _answer(self) -> None:
-        node, key, value = self._unanswered.popleft()
-        writer = self._writers.get(node)
-        if writer is None:  # its connection broke, with this on its way
+        node, writer, key, value = self._unanswered.popleft()
+        if self._writers.get(node) is not writer:  # its connection broke, with this on its way
             self._set_again(key, value, None)
             return
         try:

@@ -220,7 +220,7 @@ class Cluster:
             others = self._slots.replicas[self._slots.nodes.index(node)] if node in self._slots.nodes else ()
             node = others[os.getpid() % len(others)] if others else node
         try:
-            connection: Any = self._pool(node).make_connection()
+            connection = self._connection(node)
             connection.connect()
             if replica:
                 connection.send_command("READONLY")
@@ -235,7 +235,7 @@ class Cluster:
         Raises:
             redis.RedisError, OSError: what redis-py raises.
         """
-        connection: Any = self._pool(node).make_connection()
+        connection = self._connection(node)
         try:
             connection.connect()
             connection.send_packed_command([b"*1\r\n$6\r\nASKING\r\n" + request])
@@ -290,6 +290,11 @@ class Cluster:
                 if not one.wait(1, int(timeout_seconds * 1000)):
                     late.append(node)
         return late
+
+    def _connection(self, node: Node) -> Any:
+        """A connection that no pool counts."""
+        pool = self._pool(node)
+        return pool.connection_class(**pool.connection_kwargs)
 
     def _pool(self, node: Node) -> redis.ConnectionPool:
         with self._lock:

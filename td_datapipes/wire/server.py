@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import redis
+from redis._parsers import _RESP2Parser
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
@@ -115,18 +116,17 @@ class Server:
         while True:
             try:
                 return command(self.client())
-            except TDDatapipesError:
-                raise
-            except REDIS_ERRORS as error:
-                named = translate(error, self.address, doing)
+            except (TDDatapipesError, *REDIS_ERRORS) as error:
+                named = error if isinstance(error, TDDatapipesError) else translate(error, self.address, doing)
+                cause = None if named is error else error
                 if self._cluster is not None:
                     self._cluster.forget_client()
                 if not repeats or not self._may_pass(named):
-                    raise named from error
+                    raise named from cause
                 try:
                     tries.failed(named, passes=isinstance(named, ServerNotReadyError))
                 except TDDatapipesError:
-                    raise named from error
+                    raise named from cause
                 _LOG.info("trying again: %s", named)
 
     def _may_pass(self, error: TDDatapipesError) -> bool:
@@ -155,7 +155,8 @@ class Server:
             )
         try:
             pool = self._replicas() if replica else self._connections()
-            connection: Any = pool.make_connection()
+            # Not by the pool's own method, which counts every connection ever made against its limit.
+            connection: Any = pool.connection_class(**pool.connection_kwargs)
             connection.connect()
             return Channel(connection, self.address)
         except REDIS_ERRORS as error:
@@ -252,6 +253,8 @@ class Server:
             options.setdefault("socket_connect_timeout", min(CONNECT_TIMEOUT_SECONDS, options["socket_timeout"]))
         # One attempt: what may be repeated, and for how long, is decided where the whole operation is known.
         options.setdefault("retry", Retry(NoBackoff(), 0))
+        # hiredis takes memory for as many elements as a reply announces, before any of them has come.
+        options.setdefault("parser_class", _RESP2Parser)
         return {**options, "protocol": 2, "decode_responses": False}
 
     def close(self) -> None:
