@@ -10,7 +10,7 @@ key space or move a hash tag)::
     td:{N}:appender            who is appending; expires when that writer falls silent
     td:{N}:appends             how many have begun to append: each one's number
     td:{<id>.<shard>}:<group>:<chunk>   chunk <chunk> (8 hex digits) of group <group>; one hash tag a shard
-    td:{<id>.<shard>}:<group>:checksums  of the group's chunks, with the first shard; 4 bytes each
+    td:{<id>.<shard>}:checksums:crc32:<group>   of the group's chunks, 4 bytes each; with the first shard
     td:{<id>.<shard>}:fence    the number of the latest appender; chunks of the shard refuse those of earlier ones
 
 A chunk holds whole records and `SPARE_BYTES` more. Where one record is longer than a chunk may be, it is cut into
@@ -185,7 +185,7 @@ class Manifest:
 
     def checksums_key(self, group: int) -> bytes:
         """Where the checksums of a group's chunks lie: four bytes each, little-endian."""
-        return b"td:{%s}:%d:checksums" % (self.tags[0].encode(), group)
+        return b"td:{%s}:checksums:crc32:%d" % (self.tags[0].encode(), group)
 
     @property
     def checksums_keys(self) -> list[bytes]:

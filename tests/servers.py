@@ -431,13 +431,20 @@ class ClusterProcess:
 
 
 def start_cluster(
-    masters: int = 3, replicas: int = 0, *, kind: Kind = "valkey", config: Mapping[str, str] | None = None
+    masters: int = 3,
+    replicas: int = 0,
+    *,
+    kind: Kind = "valkey",
+    config: Mapping[str, str] | None = None,
+    tls: Certificates | None = None,
 ) -> ClusterProcess:
     """A running cluster: `masters` nodes with equal runs of slots, and `replicas` replicas of each."""
+    if tls is not None:
+        config = {"tls-cluster": "yes", "tls-replication": "yes", **(config or {})}
     cluster = ClusterProcess([], masters)
     try:
         for _ in range(masters * (1 + replicas)):
-            cluster.nodes.append(ServerProcess(kind, cluster=True, config=config))
+            cluster.nodes.append(ServerProcess(kind, cluster=True, config=config, tls=tls))
         _form(cluster.nodes, masters)
         cluster.wait_ok()
         wait_until(lambda: all(_num_listed(node) == len(cluster.nodes) for node in cluster.nodes), "all to be listed")

@@ -25,6 +25,13 @@ __all__ = ["REDIS_ERRORS", "RangeFault", "error_from_text", "translate"]
 REDIS_ERRORS = (rex.RedisError, rex.RedisClusterException, OSError, TypeError)
 """What redis-py raises where a server, a connection or an option is not as it should be."""
 
+_REFUSALS = (
+    "invalid password",
+    "without any password",
+    "ACL failure in script",
+    "executing the script can't run this command",
+)
+"""Refusals that do not begin with a code of their own."""
 _NOT_READY = {
     "LOADING": "it is loading its data",
     "BUSY": "it is running a script that takes long",
@@ -127,7 +134,7 @@ def error_from_text(text: str, address: str, doing: str) -> TDDatapipesError:
     code = text.split(" ", 1)[0].lstrip("-")
     if code in _NOT_READY:
         return _not_ready(text, address, doing)
-    if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "invalid password" in text or "without any password" in text:
+    if code in ("NOAUTH", "WRONGPASS", "NOPERM") or any(part in text for part in _REFUSALS):
         return _refused(text, address, doing)
     if code == "OOM" or "maxmemory" in text:
         return ServerFullError(

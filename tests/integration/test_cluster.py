@@ -77,8 +77,9 @@ def test_chunks_lie_evenly_in_shards_that_cover_the_masters(replicated: ClusterP
     assert Counter(replicated.owner(slot_of(tag.encode())).port for tag in manifest.tags) == Counter(
         {node.port: 4 for node in replicated.nodes[:3]}
     )
-    # Beside 20 chunks a master: the manifest and the name.
-    assert sorted(node.execute("DBSIZE") for node in replicated.nodes[:3]) in ([20, 20, 22], [20, 21, 21])
+    # Beside 20 chunks a master: the manifest, the name and the checksums, wherever they fall.
+    sizes = [node.execute("DBSIZE") for node in replicated.nodes[:3]]
+    assert (min(sizes) >= 20, sum(sizes)) == (True, 63)
 
 
 def test_announced_batches_are_read_ahead(url: str) -> None:

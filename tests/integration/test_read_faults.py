@@ -153,7 +153,7 @@ def test_what_was_written_anew_and_collected_is_known_as_changed(server: ServerP
                 dataset[3]
     with RedisTDDataset(url) as after:
         assert_same_rows(after[:], new)
-    assert server.execute("DBSIZE") == 3
+    assert server.execute("DBSIZE") == 4  # manifest, name, chunk, checksums
 
 
 def test_what_was_dropped_is_lost(url: str) -> None:
