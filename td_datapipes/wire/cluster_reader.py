@@ -334,7 +334,7 @@ class ClusterPlanReader:
         """One Lua call, at the node the slot goes to once all its keys are there, else where it is."""
         cluster = self._known_cluster()
         target = self._moving[slot][0] or cluster.slots.master(slot)
-        request = self._requests.for_plan(job.plan)(slab)
+        request = b"".join(self._requests.for_plan(job.plan)(slab))
         values: list[bytes] = cluster.ask(target, request)
         return values
 
