@@ -8,7 +8,7 @@ INSTALL := $(RUN) pip install -qq --disable-pip-version-check --constraint const
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test servers check lint layers wheel bench clean
+.PHONY: help demo test soak servers check lint layers wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ demo: $(VENV)/demo.stamp ## train a small model straight out of an embedded serv
 
 test: $(VENV)/dev.stamp servers ## run all tests; PYTEST_ARGS adds arguments
 	$(RUN) pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/dev.stamp servers ## ten minutes of readers, a writer and chaos on a cluster; SOAK_ARGS adds arguments
+	$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
 check: lint layers wheel ## lint, formatting, types, import direction, and the built wheel
 
