@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from td_datapipes import RedisTDDataset, RetryPolicy, append_dataset, write_dataset
 from td_datapipes.catalog import connect
-from td_datapipes.errors import AppendConflictError, TDDatapipesError
+from td_datapipes.errors import AppendConflictError, ServerError, TDDatapipesError
 from td_datapipes.garbage import collect_garbage
 from td_datapipes.manifest import Manifest
 from td_datapipes.samplers import BlockShuffleBatchSampler
@@ -55,7 +55,7 @@ class Outcome:
         wrong_rows: rows that were not what was written.
         lost_rows: rows that were published and are not there.
         hangs: threads that did not get on for too long.
-        crashes: errors that have no name of this package.
+        crashes: errors that have no name of this package, or none of their own in it.
     """
 
     seconds: float = 0.0
@@ -268,6 +268,8 @@ class Soak:
             except TDDatapipesError as error:
                 with self._lock:
                     self.outcome.named_errors[type(error).__name__] += not isinstance(error, AppendConflictError)
+                    if type(error) is ServerError:
+                        self.outcome.crashes.append(f"{threading.current_thread().name}: {error!r}")
                 time.sleep(0.2)
             except Exception as error:
                 with self._lock:

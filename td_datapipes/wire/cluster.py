@@ -282,6 +282,7 @@ class Cluster:
             The masters whose replicas did not confirm it in time.
         """
         late: list[Node] = []
+        self.refresh()
         for number, (node, client) in enumerate(self.masters()):
             if not self._slots.replicas[number]:
                 continue

@@ -112,7 +112,8 @@ def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
             return _not_ready(text if text.startswith(code) else f"{code} {text}", address, doing)
     if isinstance(error, rex.ClusterError) and "TTL exhausted" in text:  # redirected again and again
         return _not_ready("TRYAGAIN " + text, address, doing)
-    if isinstance(error, rex.RedisClusterException):
+    # redis-py's cluster client stumbles over itself (AttributeError) where it has lost all nodes it knew.
+    if isinstance(error, rex.RedisClusterException | AttributeError):
         return ServerUnavailableError(f"the cluster of {address} cannot be reached while {doing}: {text}")
     if isinstance(error, rex.InvalidResponse):
         return ProtocolError(f"{address} sent no Redis reply while {doing}: {text[:200]}")
@@ -132,6 +133,8 @@ def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
 def error_from_text(text: str, address: str, doing: str) -> TDDatapipesError:
     """The named error for the text of an error reply."""
     code = text.split(" ", 1)[0].lstrip("-")
+    if "cannot be used with replica instances" in text:
+        return _not_ready(f"READONLY {text}", address, doing)
     if code in _NOT_READY:
         return _not_ready(text, address, doing)
     if code in ("NOAUTH", "WRONGPASS", "NOPERM") or any(part in text for part in _REFUSALS):

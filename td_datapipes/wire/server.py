@@ -116,7 +116,9 @@ class Server:
         while True:
             try:
                 return command(self.client())
-            except (TDDatapipesError, *REDIS_ERRORS) as error:
+            except (TDDatapipesError, *REDIS_ERRORS, AttributeError) as error:
+                if isinstance(error, AttributeError) and self._cluster is None:
+                    raise
                 named = error if isinstance(error, TDDatapipesError) else translate(error, self.address, doing)
                 cause = None if named is error else error
                 if self._cluster is not None:
