@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,11 @@ class SlotMap:
         for first, last, master in ranges:
             owner[first : last + 1] = nodes.index(master)
         return cls(nodes=nodes, owner=owner, replicas=tuple(tuple(sorted(found[node])) for node in nodes))
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether every slot is somebody's."""
+        return bool((self.owner >= 0).all())
 
     def master(self, slot: int) -> Node:
         """Who owns a slot.

@@ -181,6 +181,8 @@ class ClusterPlanReader:
         aside: list[tuple[int, Slab]] = []
         by_slot = plan.strategy == "lua" or bool(self._moving)
         owners = self._slot_of_chunk
+        if not by_slot and len(slots.nodes) == 1 and slots.complete:
+            return ({slots.nodes[0]: list(plan.slabs)} if plan.slabs else {}), []
         for slab in plan.slabs:
             if by_slot:
                 for slot, part in split_slab(slab, owners):
