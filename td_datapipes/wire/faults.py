@@ -22,7 +22,7 @@ from td_datapipes.wire.url import PASSWORD_VARIABLE
 __all__ = ["REDIS_ERRORS", "RangeFault", "error_from_text", "translate"]
 
 
-REDIS_ERRORS = (rex.RedisError, rex.RedisClusterException, OSError, TypeError)
+REDIS_ERRORS = (rex.RedisError, rex.RedisClusterException, OSError, TypeError, ValueError, OverflowError)
 """What redis-py raises where a server, a connection or an option is not as it should be."""
 
 _REFUSALS = (
@@ -115,7 +115,7 @@ def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
     # redis-py's cluster client stumbles over itself (AttributeError) where it has lost all nodes it knew.
     if isinstance(error, rex.RedisClusterException | AttributeError):
         return ServerUnavailableError(f"the cluster of {address} cannot be reached while {doing}: {text}")
-    if isinstance(error, rex.InvalidResponse):
+    if isinstance(error, rex.InvalidResponse | ValueError | OverflowError):  # a length that is no number, or too large
         return ProtocolError(f"{address} sent no Redis reply while {doing}: {text[:200]}")
     if isinstance(error, rex.ConnectionError | OSError):
         if "CERTIFICATE_VERIFY_FAILED" in text or "SSL" in text:
