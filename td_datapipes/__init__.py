@@ -16,6 +16,7 @@ from td_datapipes.collate import register_collate
 
 if TYPE_CHECKING:
     from td_datapipes.appender import append_dataset
+    from td_datapipes.conversion import convert
     from td_datapipes.datapipes import RedisTDIterableDataset, RedisTDIterDataPipe
     from td_datapipes.datasets import RedisTDDataset
     from td_datapipes.dtensor_collate import DTensorCollate
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from td_datapipes.mixture import RedisTDMixture
     from td_datapipes.nodes import RedisTDReader
     from td_datapipes.placement import Placement
+    from td_datapipes.redis_tensordict import RedisTensorDict
     from td_datapipes.wire.retry import RetryPolicy
     from td_datapipes.writer import write_dataset
 
@@ -34,8 +36,10 @@ __all__ = [
     "RedisTDIterableDataset",
     "RedisTDMixture",
     "RedisTDReader",
+    "RedisTensorDict",
     "RetryPolicy",
     "append_dataset",
+    "convert",
     "verify_dataset",
     "write_dataset",
 ]
@@ -51,6 +55,8 @@ _HOMES = {
     "RetryPolicy": "td_datapipes.wire.retry",
     "append_dataset": "td_datapipes.appender",
     "verify_dataset": "td_datapipes.integrity",
+    "RedisTensorDict": "td_datapipes.redis_tensordict",
+    "convert": "td_datapipes.conversion",
     "write_dataset": "td_datapipes.writer",
 }
 

@@ -42,6 +42,7 @@ from td_datapipes.integrity import store_checksums
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import schema_of
+from td_datapipes.upstream import open_description
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
@@ -89,7 +90,12 @@ def append_dataset(
     """
     server = connect(url)
     try:
-        load_manifest(server, server.url.name)  # before anything is written under the name
+        found = open_description(server, server.url.name)  # before anything is written under the name
+        if not isinstance(found, Manifest):
+            raise ConfigurationError(
+                f"{server.url.name!r} at {server.address} was written by TensorDictStore, whose strings have a fixed "
+                f"length: rows cannot be appended; convert it to records, and append to that"
+            )
         append = _Append(server, wait_seconds)
         try:
             return append.run(data, complete=complete, progress=progress)

@@ -113,19 +113,32 @@ class ContiguousBatch:
 
     def places(self, run: RunSlab) -> list[memoryview] | None:
         """Long fields where they belong; what lies between them aside, for `placed` to copy."""
+        if run.only is not None:
+            return self._one_field(run)
         if self._direct is None:
             self._direct = _DirectFields.of(self._spec, self._memories)
         return self._direct.places(run) if self._direct.worthwhile else None
 
     def placed(self, run: RunSlab) -> None:
         """Copy the short fields."""
-        if self._direct is not None:
+        if run.only is None and self._direct is not None:
             self._direct.placed(run)
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the slab's rows out, field by field."""
+        only = slab.only if isinstance(slab, RunSlab) else None
         for copy, rows in self._copies:
-            _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
+            if only is None or copy.segment == only:
+                _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
+
+    def _one_field(self, run: RunSlab) -> list[memoryview] | None:
+        """The stretch of a field that a run of nothing else fills, where there is nothing between its rows."""
+        copies = [copy for copy in self._spec.copies if copy.segment == run.only]
+        nbytes = self._spec.outputs[copies[0].output].nbytes
+        if len(copies) != 1 or copies[0].nbytes != nbytes or nbytes != run.row_step_bytes:
+            return None
+        start = run.positions.start * nbytes
+        return [self._memories[copies[0].output].data[start : start + run.length]]
 
     def seal(self) -> None:
         """Nothing is left to do."""
@@ -141,7 +154,7 @@ class StridedBatch:
         self._spec = spec
         self._num_rows = plan.num_rows
         self._pin_memory = pin_memory
-        self._runs = bool(plan.slabs) and all(isinstance(slab, RunSlab) for slab in plan.slabs)
+        self._runs = bool(plan.slabs) and all(isinstance(slab, RunSlab) and slab.only is None for slab in plan.slabs)
         self._direct = spec.aligned and all(
             isinstance(slab, PeriodicSlab) and slab.sources is None for slab in plan.slabs
         )
@@ -189,7 +202,10 @@ class StridedBatch:
         """Nothing where the stream is the batch; else move the records, segment by segment."""
         if self._direct and not self._runs and isinstance(slab.positions, slice):
             return
+        only = slab.only if isinstance(slab, RunSlab) else None
         for number, segment in enumerate(self._spec.segments):
+            if only is not None and number != only:
+                continue
             rows = _items(self._bytes, segment.nbytes, self._segments[number], self._period)
             _copy_rows(slab, number, 0, stream, rows)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import redis
@@ -41,9 +42,11 @@ __all__ = [
     "list_names",
     "load_manifest",
     "publish",
+    "retire",
     "stage",
     "sweep_appends",
     "sweep_chunks",
+    "unlink_keys",
     "unstage",
 ]
 
@@ -99,13 +102,26 @@ def list_names(server: Server) -> list[str]:
     return server.call("listing the data sets", command, repeats=True)
 
 
-def stage(server: Server, name: str, staged_id: str, note: str) -> None:
-    """Say that a write of `name` has begun, before its first byte: what a crash leaves behind can then be found."""
+def stage(
+    server: Server, name: str, staged_id: str, note: str, strings: Mapping[bytes, bytes] = MappingProxyType({})
+) -> None:
+    """Say that a write of `name` has begun, before its first byte: what a crash leaves behind can then be found.
+
+    Args:
+        server, name, staged_id, note: which write.
+        strings: what it writes, where that is little enough to go along in the same round trip.
+    """
 
     def command(client: redis.Redis) -> None:
         # The name first: a name without a manifest is harmless, a manifest without its name could not be listed.
-        client.sadd(NAMES_KEY, encode_name(name))
-        client.hset(staged_key(name), staged_id, note)
+        pipe: Any = client.pipeline(transaction=False)
+        pipe.sadd(NAMES_KEY, encode_name(name))
+        pipe.hset(staged_key(name), staged_id, note)
+        for key, value in strings.items():
+            pipe.set(key, value)
+        failed = [answer for answer in pipe.execute(raise_on_error=False) if isinstance(answer, Exception)]
+        if failed:
+            raise failed[0]
 
     server.call(f"beginning to write {name!r}", command, repeats=True)
 
@@ -114,7 +130,7 @@ def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes], *,
     """Take back a write that was not published: its chunks, and the word about it unless more chunks may yet come."""
 
     def command(client: redis.Redis) -> None:
-        _unlink(client, keys)
+        unlink_keys(client, keys)
         if forget:
             client.hdel(staged_key(name), staged_id)
 
@@ -153,6 +169,17 @@ def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_i
             f"data set {manifest.name!r} at {server.address} was published by another writer while this one wrote; "
             f"nothing of this write was kept. Open what is there, or write again with overwrite=True"
         )
+    if found is not None and found.id != manifest.id:
+        retire(server, found)
+
+
+def retire(server: Server, manifest: Manifest) -> None:
+    """Remove a `mutable` data set in whose place another was published: nobody may go on writing to it."""
+    if manifest.kind != "mutable":
+        return
+    # What its writers look at before they write goes first.
+    keys = chain([manifest.structure_key], chunk_keys(manifest))
+    server.call(f"removing the former {manifest.name!r}", lambda client: unlink_keys(client, keys))
 
 
 def confirm_chunks(server: Server, manifest: Manifest, first_row: int = 0) -> None:
@@ -227,7 +254,7 @@ def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SE
                 continue
             old = Manifest.from_json(text)
             if current is None or old.id != current.id:
-                _unlink(client, chain(chunk_keys(old), old.fence_keys))
+                unlink_keys(client, chain(chunk_keys(old), old.fence_keys))
             client.hdel(superseded_key(name), label)
             removed += 1
         return removed
@@ -245,8 +272,8 @@ def drop(server: Server, name: str) -> None:
 
     def command(client: redis.Redis) -> None:
         client.delete(manifest_key(name))
-        _unlink(client, chain(chunk_keys(manifest), manifest.fence_keys))
-        _unlink(client, [appender_key(name), appends_key(name)])
+        unlink_keys(client, chain(chunk_keys(manifest), manifest.fence_keys))
+        unlink_keys(client, [appender_key(name), appends_key(name)])
 
     server.call(f"removing {name!r}", command, repeats=True)
     sweep_appends(server, name, None)
@@ -307,14 +334,19 @@ def _sweep(client: Any, manifest: Manifest) -> int:
 
 
 def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
-    """The key of every chunk of a generation."""
+    """The key of every chunk of a generation, and of what else holds its rows."""
     for group, layout in enumerate(manifest.layouts):
         for chunk in range(layout.num_chunks(manifest.rows)):
             yield manifest.chunk_key(group, chunk)
     yield from manifest.checksums_keys
+    for value in manifest.values:
+        yield manifest.value_key(value)
+    if manifest.kind == "mutable":
+        yield manifest.structure_key
 
 
-def _unlink(client: redis.Redis, keys: Iterable[bytes]) -> None:
+def unlink_keys(client: redis.Redis, keys: Iterable[bytes]) -> None:
+    """Remove keys, many at a time; the server frees their memory behind the scenes."""
     batch: list[bytes] = []
     for key in keys:
         batch.append(key)

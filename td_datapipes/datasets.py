@@ -8,9 +8,11 @@ from typing import Any, Literal, cast
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 
-from td_datapipes.catalog import connect, find_manifest, load_manifest
+from td_datapipes.catalog import connect
 from td_datapipes.cost import CostModel
 from td_datapipes.errors import ConfigurationError, DatasetChangedError
+from td_datapipes.extras import Extra, ExtraFields, extra_fields, select_fields
+from td_datapipes.layouts import StoreDescription
 from td_datapipes.manifest import Manifest
 from td_datapipes.placement import Placement
 from td_datapipes.plan import Strategy
@@ -20,6 +22,7 @@ from td_datapipes.replica_reads import ReplicaReader
 from td_datapipes.rows import resolve_index
 from td_datapipes.schema import Field, Key, Schema
 from td_datapipes.store import ReadOptions, RowReader
+from td_datapipes.upstream import Description, find_description, open_description
 from td_datapipes.wire.reader import ReadStats
 from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.server import Server
@@ -40,11 +43,12 @@ class RedisTDDataset(Dataset[TensorDict]):
     Args:
         url: server and name: ``redis://[user:password@]host:port/db#name``, ``rediss://`` (TLS), ``valkey://``,
             ``unix:///path/to/socket?db=0#name`` or ``embedded:///folder#name``, with redis-py's own query options.
+            What ``tensordict.store.TensorDictStore`` wrote is named by its ``td_id``, or ``namespace:td_id``.
         fields: read only these; a nested field is a tuple of names, a node's name stands for all below it.
         strategy: ``auto`` picks by cost; ``covering``, ``pipelined`` and ``lua`` force one.
         strided: batches are views of one buffer, for one copy of the whole to a device; not contiguous.
         pin_memory: receive into page-locked memory (needs an accelerator).
-        atomic: read each batch in one Lua call, one consistent snapshot of it.
+        atomic: read each batch in one step, one consistent snapshot of it.
         placement: read only what this rank keeps of a batch: of each row the bytes of its part. Which rows are its own
             is up to the sampler, made with ``rank=dataset.data_rank, world_size=dataset.data_world_size``. Batches are
             plain tensors; `DTensorCollate` places them.
@@ -58,11 +62,14 @@ class RedisTDDataset(Dataset[TensorDict]):
         verify: compare every chunk that is read whole (adjacent rows, all fields) with its checksum. Reads of single
             rows see no whole chunk; `verify_dataset` looks at all of them.
         retry: how often and how long what failed is tried again; by default as the URL's ``retry_...`` options say.
+        allow_pickle: read values that ``TensorDictStore`` pickled. Whoever can write to the server can then run code
+            in this process.
 
     Raises:
         URLError, ConfigurationError: arguments that cannot work.
         ServerUnavailableError, ServerTimeoutError, AuthenticationError: the server cannot be reached or refuses.
         DatasetNotFoundError, InterruptedWriteError, FieldNotFoundError: the server has no such data set or field.
+        PickledValueError: a field was pickled, and `allow_pickle` is not set.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class RedisTDDataset(Dataset[TensorDict]):
         read_from: Literal["master", "replica"] = "master",
         verify: bool = False,
         retry: RetryPolicy | None = None,
+        allow_pickle: bool = False,
     ) -> None:
         if prefetch_bytes < 0:
             raise ConfigurationError(f"prefetch_bytes must be 0 or more, got {prefetch_bytes}")
@@ -88,14 +96,16 @@ class RedisTDDataset(Dataset[TensorDict]):
         )
         server = connect(url, retry=retry)
         try:
-            manifest = load_manifest(server, server.url.name)
-            chosen = manifest.schema.select(fields)
-            if atomic and server.cluster() is not None and len(manifest.tags) > 1:
+            manifest = open_description(server, server.url.name)
+            chosen, others = select_fields(manifest, fields)
+            many = isinstance(manifest, Manifest) and len(manifest.tags) > 1
+            if atomic and many and server.cluster() is not None:
                 raise ConfigurationError(
-                    f"atomic=True reads a batch in one Lua call, which a cluster runs within one shard only; "
-                    f"{manifest.name!r} has {len(manifest.tags)}. Write it with shards=1 for that"
+                    f"atomic=True reads a batch in one step, which a cluster does within one shard only; "
+                    f"{manifest.name!r} has several. Write it with shards=1 for that"
                 )
             self._open(server, manifest, chosen, options, CostModel(), placement)
+            self._open_extras(others, allow_pickle)
             self._once_per = read_once_per
             self._once = self._replica_reader()
         except BaseException:
@@ -106,7 +116,7 @@ class RedisTDDataset(Dataset[TensorDict]):
     def _open(
         self,
         server: Server,
-        manifest: Manifest,
+        manifest: Description,
         fields: Sequence[Field],
         options: ReadOptions,
         costs: CostModel,
@@ -119,6 +129,17 @@ class RedisTDDataset(Dataset[TensorDict]):
         self._data_ranks = (0, 1) if self._share is None else (self._share.data_rank, self._share.data_world_size)
         parts = None if self._share is None else self._share.parts
         self._reader = RowReader(server, manifest, fields, options, costs, parts)
+
+    def _open_extras(self, leaves: Sequence[Extra], allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+        reader = self._reader
+        self._extras: ExtraFields | None = extra_fields(
+            reader.server, reader.manifest, leaves, allow_pickle=allow_pickle
+        )
+
+    def _whole(self, batch: TensorDict, rows: Rows) -> TensorDict:
+        """With the fields that are no dense tensors. Rows that differ in shape make it a lazy stack of rows."""
+        return batch if self._extras is None else cast(TensorDict, self._extras.add(batch, rows))
 
     def _replica_reader(self) -> ReplicaReader | None:
         axis = self._once_per
@@ -154,7 +175,7 @@ class RedisTDDataset(Dataset[TensorDict]):
             DataLossError: the server no longer has what it should; see `errors` for the others.
         """
         rows, shape = resolve_index(index, len(self), self.name)
-        batch = self._shared(rows, self._reader.read)
+        batch = self._whole(self._shared(rows, self._reader.read), rows)
         if len(shape) == 1:
             return batch
         return batch.reshape(*shape, *batch.batch_size[1:]) if shape else batch[0]
@@ -168,7 +189,7 @@ class RedisTDDataset(Dataset[TensorDict]):
             return self[rows]
         numbers, _ = resolve_index(rows, len(self), self.name)
         prefetcher, announced = self._prefetcher, cast(AnnouncedBatch, rows)
-        return self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers))
+        return self._whole(self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers)), numbers)
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Row after row; a loader, or slices, are the fast ways."""
@@ -186,10 +207,14 @@ class RedisTDDataset(Dataset[TensorDict]):
             DatasetChangedError: it was removed, or written anew. The message says which; open it again.
         """
         pinned = self._reader.manifest
-        found = find_manifest(self._reader.server, pinned.name)
+        found = find_description(self._reader.server, pinned.name)
         where = f"data set {pinned.name!r} at {self._reader.server.address}"
         if found is None:
             raise DatasetChangedError(f"{where} has been removed since it was opened with {pinned.rows} rows")
+        if isinstance(pinned, StoreDescription) and isinstance(found, StoreDescription):
+            if difference := pinned.difference(found):
+                raise DatasetChangedError(f"{where} has changed since it was opened: {difference}; open it again")
+            return len(self)
         if found.id != pinned.id:
             raise DatasetChangedError(
                 f"{where} has been written anew since it was opened: {pinned.rows} rows of generation "
@@ -222,7 +247,7 @@ class RedisTDDataset(Dataset[TensorDict]):
     @property
     def fields(self) -> tuple[Key, ...]:
         """The fields that are read, as tuples of names."""
-        return self._fields
+        return self._fields if self._extras is None else (*self._fields, *(leaf.key for leaf in self._extras.leaves))
 
     @property
     def stats(self) -> ReadStats:
@@ -277,12 +302,15 @@ class RedisTDDataset(Dataset[TensorDict]):
             "placement": self._placement,
             "read_once_per": self._once_per,
             "prefetch_bytes": self._prefetch_bytes,
+            "extras": () if self._extras is None else self._extras.leaves,
+            "allow_pickle": self._allow_pickle,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         server: Server = state["server"]
         fields = state["manifest"].schema.select(state["fields"])
         self._open(server, state["manifest"], fields, state["options"], state["costs"], state["placement"])
+        self._open_extras(state["extras"], state["allow_pickle"])
         self._once_per, self._once = state["read_once_per"], None
         self._set_prefetch(state["prefetch_bytes"])
 

@@ -19,7 +19,9 @@ __all__ = [
     "FieldNotFoundError",
     "InterruptedWriteError",
     "PeerTimeoutError",
+    "PickledValueError",
     "ProtocolError",
+    "RemoteOperationError",
     "RowIndexError",
     "SchemaError",
     "ServerError",
@@ -83,6 +85,10 @@ class PeerTimeoutError(TDDatapipesError, TimeoutError):
     """Another rank did not take part before the deadline, or is gone; the message says in what."""
 
 
+class RemoteOperationError(TDDatapipesError, NotImplementedError):
+    """What a TensorDict in memory can do and one on a server cannot; ``to_local()`` gives one in memory."""
+
+
 class DatasetNotFoundError(TDDatapipesError, LookupError):
     """No data set of that name; the message lists the names that exist."""
 
@@ -117,6 +123,10 @@ class FieldNotFoundError(TDDatapipesError, LookupError):
 
 class RowIndexError(TDDatapipesError, IndexError):
     """A row outside ``[0, rows)``, or an index of a kind that does not select rows."""
+
+
+class PickledValueError(TDDatapipesError, ValueError):
+    """A value was stored as a pickle, which is only read with ``allow_pickle=True``: it runs what its writer wants."""
 
 
 class SchemaError(TDDatapipesError, ValueError):

@@ -38,7 +38,7 @@ class StreamArguments(TypedDict, total=False):
     """Further arguments of every iterable front.
 
     Attributes:
-        fields, strategy, strided, pin_memory, prefetch_bytes: as for `RedisTDDataset`.
+        fields, strategy, strided, pin_memory, prefetch_bytes, allow_pickle: as for `RedisTDDataset`.
         rank, world_size: this process among how many.
         read_rows: rows read at a time, and dealt to a worker at a time, where they are given one by one; 256. Make it
             a multiple of the loader's batch size, and no more than one batch over all workers comes short.
@@ -55,6 +55,7 @@ class StreamArguments(TypedDict, total=False):
     strided: bool
     pin_memory: bool
     prefetch_bytes: int
+    allow_pickle: bool
     rank: int | None
     world_size: int | None
     read_rows: int
@@ -212,7 +213,7 @@ def _check(
 
 
 def _open(urls: Urls, arguments: Mapping[str, Any]) -> RedisTDDataset | JoinedRows:
-    names = ("fields", "strategy", "strided", "pin_memory", "prefetch_bytes")
+    names = ("fields", "strategy", "strided", "pin_memory", "prefetch_bytes", "allow_pickle")
     chosen = {name: arguments[name] for name in names if name in arguments}
     if isinstance(urls, str):
         return RedisTDDataset(urls, **chosen)

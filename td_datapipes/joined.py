@@ -174,10 +174,11 @@ class _SourceWindow:
 
 def _check_same_fields(first: RedisTDDataset, other: RedisTDDataset) -> None:
     mine, theirs = first.schema, other.schema
-    if len(first.fields) == len(mine.fields) or first.fields != other.fields:
+    dense = [key for key in first.fields if key in mine.fields]
+    if len(dense) == len(mine.fields) or first.fields != other.fields:
         difference = mine.difference(theirs)
     else:
-        pairs = [(mine.fields[key], theirs.fields[key]) for key in first.fields]
+        pairs = [(mine.fields[key], theirs.fields[key]) for key in dense if key in theirs.fields]
         unlike = [pair for pair in pairs if (pair[0].dtype, pair[0].shape) != (pair[1].dtype, pair[1].shape)]
         difference = f"{unlike[0][0]} here, {unlike[0][1]} there" if unlike else ""
     if difference:

@@ -11,7 +11,12 @@ key space or move a hash tag)::
     td:{N}:appends             how many have begun to append: each one's number
     td:{<id>.<shard>}:<group>:<chunk>   chunk <chunk> (8 hex digits) of group <group>; one hash tag a shard
     td:{<id>.<shard>}:checksums:crc32:<group>   of the group's chunks, 4 bytes each; with the first shard
+    td:{<id>.<shard>}:<label>:json      non-tensor values: one JSON text, or a hash of one a row
     td:{<id>.<shard>}:fence    the number of the latest appender; chunks of the shard refuse those of earlier ones
+
+A `mutable` data set has one shard, whose tag is ``N`` itself, so that one Lua call can change what describes it and
+what it holds. Its groups come and go, so their keys have a label that is never used again in place of the number, and
+``td:{N}:<id>:structure`` holds the generation, for writers and readers to check.
 
 A chunk holds whole records and `SPARE_BYTES` more. Where one record is longer than a chunk may be, it is cut into
 *pieces* of ``chunk_bytes`` and each piece is a chunk of its own: piece ``p`` of row ``r`` is chunk ``r * pieces + p``.
@@ -23,11 +28,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from td_datapipes.errors import SchemaError
-from td_datapipes.schema import Field, Group, Node, Schema
+from td_datapipes.schema import Field, Group, Key, Node, Schema
 
 __all__ = [
     "FORMAT_VERSION",
@@ -35,6 +40,7 @@ __all__ = [
     "SPARE_BYTES",
     "ChunkLayout",
     "Manifest",
+    "Value",
     "appender_key",
     "appends_key",
     "encode_name",
@@ -136,6 +142,35 @@ class ChunkLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Value:
+    """A non-tensor field.
+
+    Attributes:
+        key: its path.
+        per_row: whether each row has a value of its own; else all share one.
+        label: names it on the server.
+    """
+
+    key: Key
+    per_row: bool
+    label: str
+
+    @property
+    def kind(self) -> Literal["json", "json_rows"]:
+        """How it is stored: one text, or a hash of row number to text."""
+        return "json_rows" if self.per_row else "json"
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest stores it."""
+        return {"key": list(self.key), "per_row": self.per_row, "label": self.label}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Value:
+        """The inverse of `to_json`."""
+        return cls(key=tuple(data["key"]), per_row=bool(data["per_row"]), label=str(data["label"]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What describes one generation of a data set.
 
@@ -152,6 +187,10 @@ class Manifest:
         complete: nothing will be appended any more.
         last_checksums: CRC-32 of each group's last chunk, whose bytes appending extends; those of the others lie under
             `checksums_key`. None where it was written without checksums.
+        labels: what stands for each group's number in its chunks' keys; None where it is the number.
+        values: the non-tensor fields.
+        unbatched: its one row is a TensorDict without batch dims.
+        device: where reads of a `RedisTensorDict` put tensors; empty for nowhere in particular.
     """
 
     name: str
@@ -165,12 +204,15 @@ class Manifest:
     created: str
     complete: bool = False
     last_checksums: tuple[int, ...] | None = None
+    labels: tuple[str, ...] | None = None
+    values: tuple[Value, ...] = ()
+    unbatched: bool = False
+    device: str = ""
 
     @cached_property
     def _key_heads(self) -> tuple[tuple[bytes, ...], ...]:
-        return tuple(
-            tuple(b"td:{%s}:%d:" % (tag.encode(), group) for tag in self.tags) for group in range(len(self.layouts))
-        )
+        labels = tuple(map(str, range(len(self.layouts)))) if self.labels is None else self.labels
+        return tuple(tuple(f"td:{{{tag}}}:{label}:".encode() for tag in self.tags) for label in labels)
 
     def chunk_key(self, group: int, chunk: int) -> bytes:
         """The server's key of one chunk."""
@@ -191,6 +233,20 @@ class Manifest:
     def checksums_keys(self) -> list[bytes]:
         """Those of all groups; none where there are no checksums."""
         return [] if self.last_checksums is None else [self.checksums_key(g) for g in range(len(self.layouts))]
+
+    @property
+    def others(self) -> tuple[Value, ...]:
+        """The fields that are no tensors."""
+        return self.values
+
+    def value_key(self, value: Value) -> bytes:
+        """The server's key of a non-tensor field."""
+        return f"td:{{{self.tags[0]}}}:{value.label}:json".encode()
+
+    @property
+    def structure_key(self) -> bytes:
+        """Where a `mutable` data set says which generation its chunks are of."""
+        return f"td:{{{self.tags[0]}}}:{self.id}:structure".encode()
 
     @property
     def fence_keys(self) -> list[bytes]:
@@ -250,7 +306,16 @@ class Manifest:
         }
         if self.last_checksums is not None:
             data["checksums"] = {"algorithm": "crc32", "last": list(self.last_checksums)}
-        return json.dumps(data, indent=1, ensure_ascii=False)
+        if self.labels is not None:
+            data["labels"] = list(self.labels)
+        if self.values:
+            data["values"] = [value.to_json() for value in self.values]
+        if self.unbatched:
+            data["unbatched"] = True
+        if self.device:
+            data["device"] = self.device
+        # Each new entry of a mutable one publishes it anew, and indented text takes several times as long to make.
+        return json.dumps(data, indent=None if self.kind == "mutable" else 1, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
@@ -303,4 +368,8 @@ class Manifest:
             created=str(data["created"]),
             complete=bool(data.get("complete", False)),
             last_checksums=tuple(map(int, data["checksums"]["last"])) if "checksums" in data else None,
+            labels=tuple(map(str, data["labels"])) if "labels" in data else None,
+            values=tuple(map(Value.from_json, data.get("values", ()))),
+            unbatched=bool(data.get("unbatched", False)),
+            device=str(data.get("device", "")),
         )

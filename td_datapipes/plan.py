@@ -8,15 +8,15 @@ arrives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
 
 from td_datapipes.cost import ReadCost
 from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, Rows, frame_headers, segment_addresses
-from td_datapipes.slabs import CoveringSlab, PeriodicSlab, Ranges, RunSlab, Slab
+from td_datapipes.slabs import ColumnSlab, CoveringSlab, PeriodicSlab, Ranges, RunSlab, Slab
 
 __all__ = ["STRATEGIES", "ReadPlan", "Strategy", "plan_read"]
 
@@ -27,6 +27,12 @@ RUN_BYTES = 4 << 20
 """A range over adjacent rows may be as long as a chunk: long ones cost the server least, and nothing is copied."""
 MAX_LUA_RANGES = 4096
 """Ranges of one Lua call. Lua's stack holds about 8,000 values, and a call blocks the server while it runs."""
+
+
+MIN_TRANSACTION_RANGE_BYTES = 512
+"""Ranges that have to be read in one step and are longer on average are read in a transaction: Lua copies more."""
+Envelope = Literal["", "table", "transaction"]
+"""What ranges come in: nothing, a Lua table, or, for longer ranges that have to be one step, a transaction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,27 +87,41 @@ def plan_read(
     if atomic:
         slab_bytes = 1 << 62
     max_gap_bytes = cost.max_gap_bytes
-    if strategy in ("auto", "covering") and _adjacent(rows) and spec.closed(max_gap_bytes):
-        return ReadPlan(num_rows=len(rows), slabs=tuple(_run_slabs(rows, spec, slab_bytes)), strategy="covering")
+    if strategy in ("auto", "covering") and _adjacent(rows):
+        if spec.closed(max_gap_bytes):
+            return ReadPlan(num_rows=len(rows), slabs=tuple(_run_slabs(rows, spec, slab_bytes)), strategy="covering")
+        if spec.closed_singly(max_gap_bytes):
+            runs = [_run_slabs(rows, spec, slab_bytes, only) for only in range(len(spec.segments))]
+            return ReadPlan(num_rows=len(rows), slabs=tuple(chain.from_iterable(runs)), strategy="covering")
     ordered = np.sort(rows)
     if strategy == "auto":
         strategy = _choose(ordered, spec, max_gap_bytes)
     if strategy == "pipelined":
         slabs = _pipelined_slabs(rows, ordered, spec, slab_bytes)
+    elif strategy == "lua" and _has_columns(rows, spec, int(ordered[-1]), atomic=atomic):
+        slabs = _column_slabs(rows, ordered, spec, slab_bytes, atomic=atomic)
     else:
         most = MAX_LUA_RANGES if strategy == "lua" and not atomic else None
-        slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, as_table=strategy == "lua")
+        envelope: Envelope = "" if strategy != "lua" else "transaction" if atomic else "table"
+        slabs = _covering_slabs(rows, spec, max_gap_bytes, slab_bytes, most, envelope)
     return ReadPlan(num_rows=len(rows), slabs=tuple(slabs), strategy=strategy)
+
+
+def _has_columns(rows: Rows, spec: ReadSpec, last_row: int, *, atomic: bool) -> bool:
+    """Whether one reply a segment pays; where it has to be one call, a transaction is better for longer segments."""
+    short = not atomic or spec.row_bytes < MIN_TRANSACTION_RANGE_BYTES * len(spec.segments)
+    return short and spec.has_columns(last_row) and not _adjacent(rows)
 
 
 def _adjacent(rows: Rows) -> bool:
     return int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())
 
 
-def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
+def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int, only: int | None = None) -> Iterator[Slab]:
     """Adjacent rows, one range a slab."""
-    layout = spec.layouts[spec.segments[0].group]
-    low, high = spec.segments[0].start_bytes, spec.segments[-1].stop_bytes
+    segments = spec.segments if only is None else spec.segments[only : only + 1]
+    layout = spec.layouts[segments[0].group]
+    low, high = segments[0].start_bytes, segments[-1].stop_bytes
     most = max(1, max(slab_bytes, RUN_BYTES) // layout.stride_bytes)
     first, at = int(rows[0]), 0
     while at < len(rows):
@@ -114,6 +134,7 @@ def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
             start=within * layout.stride_bytes + low,
             length=(count - 1) * layout.stride_bytes + high - low,
             positions=slice(at, at + count),
+            only=only,
         )
         at += count
 
@@ -144,12 +165,26 @@ def _sorted_unique(rows: Rows) -> tuple[Rows | None, Rows]:
 
 def _pipelined_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
     """One range a row and segment, in the order asked for; a repeated row is asked for where it first appears."""
+    for part, positions, sources in _cut_as_asked(rows, ordered, max(1, slab_bytes // spec.period_bytes)):
+        yield PeriodicSlab(rows=part, spec=spec, positions=positions, sources=sources)
+
+
+def _column_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int, *, atomic: bool) -> Iterator[Slab]:
+    """One reply a segment, the rows in the order asked for."""
+    step = max(1, slab_bytes // spec.row_bytes)
+    if not atomic:
+        step = min(step, max(1, MAX_LUA_RANGES // len(spec.segments)))
+    for part, positions, sources in _cut_as_asked(rows, ordered, step):
+        yield ColumnSlab(rows=part, spec=spec, positions=positions, sources=sources)
+
+
+def _cut_as_asked(rows: Rows, ordered: Rows, step: int) -> Iterator[tuple[Rows, slice | Rows, Rows | None]]:
+    """Distinct rows in the order of their first appearance, so many at a time, and the positions they fill."""
     asked, fills = rows, None
     if bool((ordered[1:] == ordered[:-1]).any()):
         distinct, first, which = np.unique(rows, return_index=True, return_inverse=True)
         appearance = np.argsort(first)
         asked, fills = distinct[appearance], np.argsort(appearance)[which]
-    step = max(1, slab_bytes // spec.period_bytes)
     for start in range(0, len(asked), step):
         part = asked[start : start + step]
         positions: slice | Rows = slice(start, start + len(part))
@@ -157,7 +192,7 @@ def _pipelined_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int)
         if fills is not None:
             positions = np.nonzero((fills >= start) & (fills < start + step))[0]
             sources = fills[positions] - start
-        yield PeriodicSlab(rows=part, spec=spec, positions=positions, sources=sources)
+        yield part, positions, sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,36 +210,70 @@ class _Merged:
 
 def _merge(unique: Rows, spec: ReadSpec, max_gap_bytes: int) -> Iterator[_Merged]:
     """Close the gaps between the segments of ascending rows, group by group."""
+    alike: dict[object, _Merged] = {}
     for group, layout in enumerate(spec.layouts):
         columns = [j for j, segment in enumerate(spec.segments) if segment.group == group]
         if not columns:
             continue
-        chunks = np.empty((len(unique), len(columns)), dtype=np.int64)
-        starts = np.empty_like(chunks)
-        for position, j in enumerate(columns):
-            chunks[:, position], starts[:, position] = segment_addresses(unique, spec.segments[j], layout)
-        lengths = np.array([spec.segments[j].nbytes for j in columns], dtype=np.int64)
-        flat_chunks, flat_starts = chunks.reshape(-1), starts.reshape(-1)
-        stops = (starts + lengths).reshape(-1)
-        # Rows ascend and so do the segments of a row, so the intervals ascend too: comparing neighbours is enough.
-        fresh = np.ones(len(flat_starts), dtype=bool)
-        fresh[1:] = (flat_chunks[1:] != flat_chunks[:-1]) | (flat_starts[1:] - stops[:-1] > max_gap_bytes)
-        heads = np.nonzero(fresh)[0]
-        last = np.append(heads[1:], len(fresh)) - 1
-        range_of = np.cumsum(fresh) - 1
-        yield _Merged(
-            columns=columns,
-            group=group,
-            chunks=flat_chunks[heads],
-            starts=flat_starts[heads],
-            lengths=stops[last] - flat_starts[heads],
-            range_of=range_of.reshape(chunks.shape),
-            distance=(flat_starts - flat_starts[heads][range_of]).reshape(chunks.shape),
-        )
+        # Groups whose records are cut alike have the same ranges: one string a field often means fields of one length.
+        cuts = tuple((s.piece, s.start_bytes, s.stop_bytes) for s in map(spec.segments.__getitem__, columns))
+        found = alike.get((layout, cuts))
+        if found is None:
+            found = alike[layout, cuts] = _merge_group(unique, spec, group, columns, max_gap_bytes)
+        yield found if found.group == group else replace(found, columns=columns, group=group)
+
+
+def _merge_group(unique: Rows, spec: ReadSpec, group: int, columns: Sequence[int], max_gap_bytes: int) -> _Merged:
+    layout = spec.layouts[group]
+    if len(columns) == 1 and layout.pieces == 1 and int(unique[-1]) < layout.records_per_chunk:
+        return _merge_column(unique, spec, group, columns, max_gap_bytes)
+    chunks = np.empty((len(unique), len(columns)), dtype=np.int64)
+    starts = np.empty_like(chunks)
+    for position, j in enumerate(columns):
+        chunks[:, position], starts[:, position] = segment_addresses(unique, spec.segments[j], layout)
+    lengths = np.array([spec.segments[j].nbytes for j in columns], dtype=np.int64)
+    flat_chunks, flat_starts = chunks.reshape(-1), starts.reshape(-1)
+    stops = (starts + lengths).reshape(-1)
+    # Rows ascend and so do the segments of a row, so the intervals ascend too: comparing neighbours is enough.
+    fresh = np.ones(len(flat_starts), dtype=bool)
+    fresh[1:] = (flat_chunks[1:] != flat_chunks[:-1]) | (flat_starts[1:] - stops[:-1] > max_gap_bytes)
+    heads = np.nonzero(fresh)[0]
+    last = np.append(heads[1:], len(fresh)) - 1
+    range_of = np.cumsum(fresh) - 1
+    return _Merged(
+        columns=columns,
+        group=group,
+        chunks=flat_chunks[heads],
+        starts=flat_starts[heads],
+        lengths=stops[last] - flat_starts[heads],
+        range_of=range_of.reshape(chunks.shape),
+        distance=(flat_starts - flat_starts[heads][range_of]).reshape(chunks.shape),
+    )
+
+
+def _merge_column(unique: Rows, spec: ReadSpec, group: int, columns: Sequence[int], max_gap_bytes: int) -> _Merged:
+    """The same for one segment whose rows are all in the first chunk: the rows themselves tell."""
+    segment, stride = spec.segments[columns[0]], spec.layouts[group].stride_bytes
+    fresh = np.ones(len(unique), dtype=bool)
+    np.greater(unique[1:] - unique[:-1], (max_gap_bytes + segment.nbytes) // stride, out=fresh[1:])
+    heads = fresh.nonzero()[0]
+    first = unique[heads]
+    last = np.empty_like(first)
+    last[:-1], last[-1] = unique[heads[1:] - 1], unique[-1]
+    range_of = fresh.cumsum() - 1
+    return _Merged(
+        columns=columns,
+        group=group,
+        chunks=np.zeros_like(first),
+        starts=first * stride + segment.start_bytes,
+        lengths=(last - first) * stride + segment.nbytes,
+        range_of=range_of[:, None],
+        distance=((unique - first[range_of]) * stride)[:, None],
+    )
 
 
 def _covering_slabs(
-    rows: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None, *, as_table: bool
+    rows: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None, envelope: Envelope
 ) -> Iterator[Slab]:
     """Ascending rows cut into slabs, the gaps within each closed."""
     order, unique = _sorted_unique(rows)
@@ -218,7 +287,7 @@ def _covering_slabs(
             positions = order[low:high]
             if high - low > len(part):  # repeats
                 sources = np.searchsorted(part, ordered[low:high])
-        yield _covering_slab(part, spec, max_gap_bytes, positions, sources, as_table=as_table)
+        yield _covering_slab(part, spec, max_gap_bytes, positions, sources, envelope)
 
 
 def _cut_rows(unique: Rows, spec: ReadSpec, max_gap_bytes: int, slab_bytes: int, max_ranges: int | None) -> list[int]:
@@ -245,10 +314,9 @@ def _covering_slab(
     max_gap_bytes: int,
     positions: slice | Rows,
     sources: Rows | None,
-    *,
-    as_table: bool,
+    envelope: Envelope,
 ) -> Slab:
-    covered, offsets, prefix, stream_bytes = _merged_ranges(rows, spec, max_gap_bytes, as_table=as_table)
+    covered, offsets, prefix, stream_bytes = _merged_ranges(rows, spec, max_gap_bytes, envelope)
     return CoveringSlab(
         rows=rows,
         covered=covered,
@@ -262,12 +330,14 @@ def _covering_slab(
 
 
 def _merged_ranges(
-    rows: Rows, spec: ReadSpec, max_gap_bytes: int, *, as_table: bool
+    rows: Rows, spec: ReadSpec, max_gap_bytes: int, envelope: Envelope
 ) -> tuple[Ranges, list[Rows], bytes, int]:
     """The ranges of ascending rows, each segment's offsets in the reply stream, its prefix and its length."""
     merged = list(_merge(rows, spec, max_gap_bytes))
     lengths = np.concatenate([ranges.lengths for ranges in merged])
-    prefix = b"*%d\r\n" % len(lengths) if as_table else b""
+    prefix = b"*%d\r\n" % len(lengths) if envelope else b""
+    if envelope == "transaction" and int(lengths.sum()) >= MIN_TRANSACTION_RANGE_BYTES * len(lengths):
+        prefix = b"+OK\r\n" + b"+QUEUED\r\n" * len(lengths) + prefix
     ends = np.cumsum(frame_headers(lengths) + lengths + TRAILER_BYTES) + len(prefix)
     data = ends - lengths - TRAILER_BYTES
     offsets: list[Rows] = [rows] * len(spec.segments)

@@ -127,6 +127,24 @@ class ReadSpec:
         ends = np.cumsum(headers + self.wire_lengths + TRAILER_BYTES)
         return [int(start) for start in np.concatenate([[0], ends[:-1]]) + headers]
 
+    def has_columns(self, last_row: int) -> bool:
+        """Whether each of several segments is in a group of its own that has all rows up to that one in one chunk."""
+        layouts = [self.layouts[segment.group] for segment in self.segments]
+        return (
+            len(self.segments) > 1
+            and len({segment.group for segment in self.segments}) == len(self.segments)
+            and all(layout.pieces == 1 and last_row < layout.records_per_chunk for layout in layouts)
+        )
+
+    def closed_singly(self, max_gap_bytes: int) -> bool:
+        """The same group by group: each has one segment, and next to nothing between the rows' parts of it."""
+        groups = [segment.group for segment in self.segments]
+        return len(set(groups)) == len(groups) and all(
+            self.layouts[segment.group].pieces == 1
+            and self.layouts[segment.group].stride_bytes - segment.nbytes <= max_gap_bytes
+            for segment in self.segments
+        )
+
     def closed(self, max_gap_bytes: int) -> bool:
         """Whether adjacent rows are best read as one range: all in one group, whole records, no wide gap."""
         first, last = self.segments[0], self.segments[-1]

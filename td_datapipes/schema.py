@@ -158,22 +158,26 @@ class Node:
         key: its path.
         batch_shape: its batch size without the row dim.
         names: names of all its batch dims, the row dim first; None where it has none.
+        type: of a tensorclass, its module and name; empty for a TensorDict.
     """
 
     key: Key
     batch_shape: tuple[int, ...] = ()
     names: tuple[str | None, ...] | None = None
+    type: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest stores it."""
         names = None if self.names is None else list(self.names)
-        return {"key": list(self.key), "batch_shape": list(self.batch_shape), "names": names}
+        data = {"key": list(self.key), "batch_shape": list(self.batch_shape), "names": names}
+        return {**data, "type": self.type} if self.type else data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Node:
         """The inverse of `to_json`."""
         names = None if data["names"] is None else tuple(data["names"])
-        return cls(key=tuple(data["key"]), batch_shape=tuple(data["batch_shape"]), names=names)
+        key, shape = tuple(data["key"]), tuple(data["batch_shape"])
+        return cls(key=key, batch_shape=shape, names=names, type=str(data.get("type", "")))
 
 
 @dataclass(frozen=True, kw_only=True)

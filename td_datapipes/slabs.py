@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
-from td_datapipes.read_spec import HEADER_EXTRA_BYTES, TRAILER_BYTES, ReadSpec, Rows, segment_addresses
+from td_datapipes.read_spec import (
+    HEADER_EXTRA_BYTES,
+    TRAILER_BYTES,
+    ReadSpec,
+    Rows,
+    Segment,
+    frame_headers,
+    segment_addresses,
+)
 
-__all__ = ["CoveringSlab", "PeriodicSlab", "Ranges", "RunSlab", "Slab", "Spacing"]
+__all__ = ["ColumnSlab", "CoveringSlab", "PeriodicSlab", "Ranges", "RunSlab", "Slab", "Spacing"]
 
 
 class Slab(Protocol):
@@ -17,7 +27,8 @@ class Slab(Protocol):
 
     Attributes:
         rows: the rows it holds, each once.
-        prefix: bytes of the reply before the first range's header (a Lua table's ``*n`` line).
+        prefix: bytes of the reply before the first range's header (a Lua table's ``*n`` line, a
+            transaction's answers to its commands).
         stream_bytes: length of the whole reply stream when nothing is missing.
         num_ranges: ranges it asks for.
         num_bytes: payload bytes it asks for.
@@ -114,15 +125,69 @@ class PeriodicSlab:
 
     def part(self, begin: int, stop: int) -> PeriodicSlab:
         """Rows ``[begin, stop)`` of a slab that goes one to one; its stream starts `begin` steps later."""
-        if not isinstance(self.positions, slice):
-            return replace(self, rows=self.rows[begin:stop], positions=self.positions[begin:stop])
-        first = self.positions.start
-        return replace(self, rows=self.rows[begin:stop], positions=slice(first + begin, first + stop))
+        positions = self.positions
+        if isinstance(positions, slice):
+            kept: slice | Rows = slice(positions.start + begin, positions.start + stop)
+        else:
+            kept = positions[begin:stop]
+        return PeriodicSlab(rows=self.rows[begin:stop], spec=self.spec, positions=kept, sources=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSlab:
+    """One Lua call that gives each segment's bytes of all rows as one string (a `Slab`).
+
+    For groups that have all their rows in one chunk: a reply a segment in place of one a row and segment.
+    """
+
+    rows: Rows
+    spec: ReadSpec
+    positions: slice | Rows
+    sources: Rows | None
+
+    @property
+    def prefix(self) -> bytes:
+        return b"*%d\r\n" % len(self.spec.segments)
+
+    @cached_property
+    def lengths(self) -> Rows:
+        """Of each segment's reply."""
+        return np.array([len(self.rows) * segment.nbytes for segment in self.spec.segments], dtype=np.int64)
+
+    @cached_property
+    def _ends(self) -> Rows:
+        framed: Rows = frame_headers(self.lengths) + self.lengths + TRAILER_BYTES
+        return np.cumsum(framed) + len(self.prefix)
+
+    @property
+    def stream_bytes(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def num_ranges(self) -> int:
+        return len(self.rows) * len(self.spec.segments)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    def ranges(self) -> Ranges:
+        """One a segment, as long as its reply; where its rows are is up to `rows`."""
+        groups = np.array([segment.group for segment in self.spec.segments], dtype=np.int64)
+        return Ranges(groups=groups, chunks=np.zeros_like(groups), starts=np.zeros_like(groups), lengths=self.lengths)
+
+    def segment_offsets(self, segment: int) -> Spacing:
+        start = int(self._ends[segment] - TRAILER_BYTES - self.lengths[segment])
+        return Spacing(start, self.spec.segments[segment].nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSlab:
-    """One range over adjacent rows of one chunk: what reading in order is made of (a `Slab`)."""
+    """One range over adjacent rows of one chunk: what reading in order is made of (a `Slab`).
+
+    Attributes:
+        only: the number of the one segment it holds, where each group has one; None where it holds them all.
+    """
 
     rows: Rows
     spec: ReadSpec
@@ -133,11 +198,17 @@ class RunSlab:
     sources: None = None
     prefix: bytes = b""
     num_ranges: int = 1
+    only: int | None = None
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """What it holds of each row."""
+        return self.spec.segments if self.only is None else (self.spec.segments[self.only],)
 
     @property
     def group(self) -> int:
         """The group all its bytes are of."""
-        return self.spec.segments[0].group
+        return self.segments[0].group
 
     @property
     def header_bytes(self) -> int:
@@ -161,8 +232,7 @@ class RunSlab:
         )
 
     def segment_offsets(self, segment: int) -> Spacing:
-        segments = self.spec.segments
-        first = self.header_bytes + segments[segment].start_bytes - segments[0].start_bytes
+        first = self.header_bytes + self.spec.segments[segment].start_bytes - self.segments[0].start_bytes
         return Spacing(first, self.row_step_bytes)
 
     @property
@@ -172,7 +242,7 @@ class RunSlab:
 
     def whole_rows(self, received_bytes: int) -> int:
         """How many rows are there whole once so much of the stream is."""
-        row_bytes = self.spec.segments[-1].stop_bytes - self.spec.segments[0].start_bytes
+        row_bytes = self.segments[-1].stop_bytes - self.segments[0].start_bytes
         rows = (received_bytes - self.header_bytes - row_bytes) // self.row_step_bytes + 1
         return min(max(rows, 0), len(self.rows))
 

@@ -14,7 +14,6 @@ import redis
 from tensordict import TensorDict
 
 from td_datapipes.assemble import BatchSink, make_sink
-from td_datapipes.catalog import find_manifest
 from td_datapipes.cost import CostModel
 from td_datapipes.errors import (
     ConfigurationError,
@@ -26,17 +25,20 @@ from td_datapipes.errors import (
     TDDatapipesError,
 )
 from td_datapipes.integrity import load_checksums
-from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec, nodes_of_parts
+from td_datapipes.layouts import FieldPart, StoreDescription, build_read_spec, layout_of, nodes_of_parts
 from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import STRATEGIES, ReadPlan, Strategy, plan_read
 from td_datapipes.read_spec import ReadSpec, Rows
 from td_datapipes.schema import Field, format_key, new_tensordict
 from td_datapipes.slabs import Slab
+from td_datapipes.upstream import Description, find_description
 from td_datapipes.verified import ChunkChecks, VerifyingSink
 from td_datapipes.wire.cluster_reader import ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault, error_from_text
+from td_datapipes.wire.guards import Guard, StaleFault
 from td_datapipes.wire.reader import ReadStats
+from td_datapipes.wire.requests import RequestBuilder
 from td_datapipes.wire.retry import Tries
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
@@ -46,7 +48,11 @@ __all__ = ["ReadOptions", "RowReader"]
 SLAB_BYTES = 1 << 20
 """Received before it is copied out: small enough to still be in the processor's cache then."""
 MAX_LUA_ROW_BYTES = 256
+MAX_LUA_COLUMN_BYTES = 128
+"""Of a row of a group, where one Lua call can give whole columns."""
 MIN_LUA_ROWS = 32
+MAX_SNAPSHOT_BYTES = 32 << 20
+"""Of rows of several ranges that are read in one step, which blocks the server while it runs."""
 _MASTER, _REPLICA = "master", "replica"
 _LOG = logging.getLogger("td_datapipes")
 
@@ -59,7 +65,7 @@ class ReadOptions:
         strategy: ``auto``, or the one to force: ``covering``, ``pipelined``, ``lua``.
         strided: give views of the receive buffer in place of contiguous tensors.
         pin_memory: give page-locked tensors.
-        atomic: read every batch in one Lua call: one consistent snapshot.
+        atomic: read every batch in one step: one consistent snapshot.
         verify: compare chunks that are read whole with their checksums.
         read_from: ``master``, or ``replica`` for a replica of each master where there is one.
     """
@@ -76,7 +82,7 @@ class ReadOptions:
             raise ConfigurationError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
         if self.atomic and self.strategy not in ("auto", "lua"):
             raise ConfigurationError(
-                f"atomic=True reads by one Lua call; it cannot be combined with strategy={self.strategy!r}"
+                f"atomic=True reads in one step; it cannot be combined with strategy={self.strategy!r}"
             )
 
         if self.read_from not in (_MASTER, _REPLICA):
@@ -93,7 +99,7 @@ class RowReader:
 
     Args:
         server: where the data set lies; owned from here on.
-        manifest: the generation to read.
+        manifest: the generation to read, or the store.
         fields: what of each row is read.
         options: how.
         costs: what is known of the server's costs.
@@ -103,7 +109,7 @@ class RowReader:
     def __init__(
         self,
         server: Server,
-        manifest: Manifest,
+        manifest: Description,
         fields: Sequence[Field],
         options: ReadOptions,
         costs: CostModel,
@@ -114,7 +120,7 @@ class RowReader:
         self.options = options
         self.costs = costs
         self._fields = tuple(fields)
-        self._layout = RecordsLayout(manifest=manifest)
+        self._layout = layout_of(manifest)
         whole, gap = [FieldPart.whole(field) for field in fields], costs.cost.max_gap_bytes
         self.spec: ReadSpec = build_read_spec(self._layout, whole if parts is None else parts, gap)
         # Samplers size their blocks by it, so it is the same on all ranks and on every mesh.
@@ -125,10 +131,14 @@ class RowReader:
         everything = len(fields) == len(manifest.schema.fields)
         nodes = [node for node in manifest.schema.nodes if everything or node.key in kept or not node.key]
         self._nodes = tuple(nodes if parts is None else nodes_of_parts(nodes, parts))
+        self._guard = _guard_of(manifest, self._fields)
+        # Where each row is several ranges, what is written in place meanwhile could be read half old and half new.
+        self._may_tear = manifest.kind == "mutable" and isinstance(manifest, Manifest) and len(self.spec.segments) > 1
         self._stats = ReadStats()
         self._pool = MemoryPool()
         self._checks: ChunkChecks | None = None
         self._no_script: ServerNotReadyError | None = None
+        self._requests: RequestBuilder | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -161,18 +171,23 @@ class RowReader:
     def plan(self, rows: Rows) -> ReadPlan:
         """How to read rows, in the order given; pure."""
         options = self.options
+        if self._may_tear and options.strategy == "auto" and len(rows) * self.spec.row_bytes <= MAX_SNAPSHOT_BYTES:
+            return self._plan(rows, "lua", atomic=True)
         plan = self._plan(rows, options.plan_strategy)
         if options.strategy == "auto" and self._may_use_lua(plan) and self.costs.wants_lua:
             return self._plan(rows, "lua")
         return plan
 
-    def _plan(self, rows: Rows, strategy: Strategy) -> ReadPlan:
-        cost, atomic = self.costs.cost, self.options.atomic
+    def _plan(self, rows: Rows, strategy: Strategy, *, atomic: bool = False) -> ReadPlan:
+        cost, atomic = self.costs.cost, atomic or self.options.atomic
         return plan_read(rows, self.spec, cost, strategy=strategy, slab_bytes=SLAB_BYTES, atomic=atomic)
 
     def _may_use_lua(self, plan: ReadPlan) -> bool:
         """Whether Lua comes into question: for larger rows, pipelined ranges were never measured slower."""
-        small = self.spec.wire_bytes <= MAX_LUA_ROW_BYTES and plan.num_rows >= MIN_LUA_ROWS
+        largest = MAX_LUA_ROW_BYTES
+        if self.spec.has_columns(self.manifest.rows - 1):
+            largest = MAX_LUA_COLUMN_BYTES * len(self.spec.segments)
+        small = self.spec.wire_bytes <= largest and plan.num_rows >= MIN_LUA_ROWS
         return small and plan.strategy == "pipelined" and not self.options.strided
 
     def plan_together(self, rows: Rows) -> ReadPlan | None:
@@ -193,13 +208,14 @@ class RowReader:
         """The checksums of the generation; they are read once."""
         checks = self._checks
         if checks is None or checks.manifest is not self.manifest:
-            sums = load_checksums(self.server, self.manifest)
-            if sums is None:
+            frozen = self.manifest if isinstance(self.manifest, Manifest) else None
+            sums = None if frozen is None else load_checksums(self.server, frozen)
+            if frozen is None or sums is None:
                 raise ConfigurationError(
                     f"verify=True needs checksums, and data set {self.manifest.name!r} has none: it was written by an "
                     f"older release, or is written in place"
                 )
-            checks = self._checks = ChunkChecks(manifest=self.manifest, spec=self.spec, sums=sums)
+            checks = self._checks = ChunkChecks(manifest=frozen, spec=self.spec, sums=sums)
         return checks
 
     def slice_batch(self, sink: BatchSink, start: int, stop: int) -> TensorDict:
@@ -207,15 +223,20 @@ class RowReader:
         values = {key: tensor[start:stop] for key, tensor in sink.tensors.items()}
         return new_tensordict(values, self._nodes, stop - start)
 
-    def pin(self, manifest: Manifest) -> None:
+    def pin(self, manifest: Description) -> None:
         """Read a later generation of the same data set from here on: the same rows, and those appended since."""
         self.manifest = manifest
-        self._layout = RecordsLayout(manifest=manifest)
+        self._layout = layout_of(manifest)
 
     def new_plan_reader(self, stats: ReadStats) -> ClusterPlanReader:
         """A reader with connections of its own, dialled when they are first needed."""
         replica = self.options.read_from == _REPLICA
-        return ClusterPlanReader(self.server, self._layout.chunk_key, stats, from_replicas=replica)
+        return ClusterPlanReader(self.server, self._layout.chunk_key, stats, guard=self._guard, from_replicas=replica)
+
+    def read_over(self, other: RowReader) -> None:
+        """Read over another reader's connection, in turn with it: both are of one server."""
+        self._plans, self._lock = other._plans, other._lock
+        self._requests = RequestBuilder(self._layout.chunk_key)
 
     @property
     def name(self) -> str:
@@ -236,6 +257,8 @@ class RowReader:
                 failed: TDDatapipesError = error
             except RangeFault as fault:
                 failed = self._named(plan, fault)
+            except StaleFault:
+                raise self._changed() from None
             if tries is None:  # made when it is needed: most reads succeed at once
                 tries = server.retry.begin(deadline, others_take_over=server.others_take_over)
             self._again(tries, failed)
@@ -245,6 +268,8 @@ class RowReader:
         return batch
 
     def _try(self, plan: ReadPlan, deadline: float) -> TensorDict:
+        if self._requests is not None:
+            self._plans.retarget(self._layout.chunk_key, self._requests, self._guard)
         job = self._plans.start(plan)
         # While the server works on it, the batch is put together around bytes that are still to come.
         job.sink, batch = self.new_batch(plan)
@@ -285,13 +310,14 @@ class RowReader:
         clients = [client] if cluster is None else [one for _, one in cluster.everyone()]
         for one in clients:
             try:
-                one.script_load(load_script("read_ranges").source)
+                for name in ("read_ranges", "read_columns"):
+                    one.script_load(load_script(name).source)
             except (redis.ConnectionError, redis.TimeoutError):
                 if cluster is None:
                     raise
 
     def _learn(self, plan: ReadPlan, seconds: float) -> None:
-        if not plan.slabs:
+        if not plan.slabs or self._may_tear:
             return
         if plan.strategy == "lua" or self._may_use_lua(plan):
             self.costs.compare(plan.strategy, plan.num_rows, seconds)
@@ -305,8 +331,14 @@ class RowReader:
         if fault.text and not fault.text.startswith("WRONGTYPE"):
             return error_from_text(fault.text, self.server.address, f"reading {what}")
         with suppress(TDDatapipesError):
-            current = find_manifest(self.server, self.manifest.name)
-            if current is not None and current.id != self.manifest.id:
+            current = find_description(self.server, self.manifest.name)
+            if isinstance(self.manifest, StoreDescription):
+                if isinstance(current, StoreDescription) and self.manifest.difference(current):
+                    return self._changed(current)
+            elif self.manifest.kind == "mutable" and current is not None and current.id == self.manifest.id:
+                if current.generation != self.manifest.generation:
+                    return self._changed(current)
+            elif current is not None and current.id != self.manifest.id:
                 return DatasetChangedError(
                     f"{what}: data set {self.manifest.name!r} has been written anew since it was opened "
                     f"({self.manifest.created}, now generation {current.generation}); open it again"
@@ -317,6 +349,19 @@ class RowReader:
             cause = self._cause(fault.received_bytes or 0)
         return DataLossError(
             f"{what}: {fault.expected_bytes} bytes expected, {fault.received_bytes or 0} received; {cause}"
+        )
+
+    def _changed(self, current: Description | None = None) -> DatasetChangedError:
+        """The error for a store whose leaves are no longer what they were when it was opened."""
+        found = current or find_description(self.server, self.manifest.name)
+        difference = "it is another data set now"
+        if isinstance(self.manifest, Manifest) and isinstance(found, Manifest) and found.id == self.manifest.id:
+            difference = self.manifest.schema.difference(found.schema) or "its fields are stored anew"
+        if isinstance(self.manifest, StoreDescription) and (found is None or isinstance(found, StoreDescription)):
+            difference = self.manifest.difference(found) or "a field was written anew while it was read"
+        return DatasetChangedError(
+            f"data set {self.manifest.name!r} at {self.server.address} has changed since it was opened: {difference}; "
+            f"open it again"
         )
 
     def _describe(self, slab: Slab, index: int) -> str:
@@ -358,6 +403,19 @@ class RowReader:
             with self._lock:
                 self._plans.close()
         self.server.close()
+
+
+def _guard_of(description: Description, fields: Sequence[Field]) -> Guard | None:
+    """What must not change while rows are read: what says where they are and what their bytes mean.
+
+    A frozen generation never changes. A mutable data set has its generation for that, a store its leaves' metadata.
+    """
+    if isinstance(description, Manifest):
+        if description.kind != "mutable":
+            return None
+        return Guard.of_string(description.structure_key, b"%d" % description.generation)
+    leaves = [description.leaf_of[field.key] for field in fields if field.nbytes]
+    return Guard.of_hashes((description.meta_key(leaf.path), leaf.expected) for leaf in leaves)
 
 
 def _eviction_facts(client: redis.Redis) -> tuple[str, int]:

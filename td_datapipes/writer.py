@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -54,13 +54,17 @@ from td_datapipes.wire.url import ServerURL
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
     "IN_FLIGHT",
+    "MAX_RECORDS_PER_CHUNK",
     "SHARDS_PER_MASTER",
     "GroupChunks",
     "PutChunk",
     "check_room",
     "iterate_batches",
+    "longest_chunk",
     "persist",
+    "string_limit",
     "write_dataset",
+    "write_rows",
 ]
 
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -114,20 +118,28 @@ def write_dataset(
         raise ConfigurationError(f"shards must be 1 or more, got {shards}")
     server = connect(url, retry=retry)
     try:
-        return _write(server, data, overwrite=overwrite, chunk_bytes=chunk_bytes, shards=shards, progress=progress)
+        return write_rows(server, data, overwrite=overwrite, chunk_bytes=chunk_bytes, shards=shards, progress=progress)
     finally:
         server.close()
 
 
-def _write(
+def write_rows(
     server: Server,
     data: TensorDictBase | Iterable[TensorDictBase],
     *,
     overwrite: bool,
     chunk_bytes: int | None,
-    shards: int | None,
+    shards: int | None = None,
     progress: bool | None,
+    complete: Callable[[Manifest], Manifest] | None = None,
 ) -> Manifest:
+    """As `write_dataset`, on a server that is connected.
+
+    Args:
+        server: where, and under which name.
+        data, overwrite, chunk_bytes, shards, progress: as for `write_dataset`.
+        complete: gets the manifest when every chunk is confirmed, before it is published; gives the one to publish.
+    """
     name = server.url.name
     found = find_manifest(server, name)
     if found is not None and not overwrite:
@@ -135,7 +147,7 @@ def _write(
             f"data set {name!r} exists at {server.address} ({found.rows} rows, generation {found.generation}); "
             f"pass overwrite=True to publish a new generation in its place, or choose another name"
         )
-    largest = _chunk_bytes(server, chunk_bytes)
+    largest = longest_chunk(server, chunk_bytes)
     total, batches = iterate_batches(data)
     first = next(batches, None)
     if first is None:
@@ -150,6 +162,8 @@ def _write(
                 staging.add(batch)
                 advance(batch.batch_size[0])
         manifest = staging.finish(found)
+        if complete is not None:
+            manifest = complete(manifest)
         persist(server)
         confirm_chunks(server, manifest)
     except BaseException:
@@ -195,10 +209,21 @@ def _chain(first: TensorDictBase, rest: Iterator[TensorDictBase]) -> Iterator[Te
     yield from rest
 
 
-def _chunk_bytes(server: Server, wanted: int | None) -> int:
+def longest_chunk(server: Server, wanted: int | None) -> int:
     """The longest stretch of records a chunk may hold on this server."""
     if wanted is not None and (wanted < 16 or wanted % 16):
         raise ConfigurationError(f"chunk_bytes must be a positive multiple of 16, got {wanted}")
+    limit = string_limit(server) - SPARE_BYTES
+    if wanted is not None and wanted > limit:
+        raise ValueTooLargeError(
+            f"chunk_bytes={wanted} is more than {server.address} takes in one string: proto-max-bulk-len leaves "
+            f"{limit}; pass chunk_bytes={limit // 16 * 16} or less, or raise the setting"
+        )
+    return min(wanted or DEFAULT_CHUNK_BYTES, limit // 16 * 16)
+
+
+def string_limit(server: Server) -> int:
+    """The longest string the server takes (``proto-max-bulk-len``)."""
 
     def command(client: redis.Redis) -> int:
         try:
@@ -207,13 +232,7 @@ def _chunk_bytes(server: Server, wanted: int | None) -> int:
             return _SERVER_STRING_BYTES
         return int(next(iter(answer.values()), _SERVER_STRING_BYTES))
 
-    limit = server.call("asking for proto-max-bulk-len", command, repeats=True) - SPARE_BYTES
-    if wanted is not None and wanted > limit:
-        raise ValueTooLargeError(
-            f"chunk_bytes={wanted} is more than {server.address} takes in one string: proto-max-bulk-len leaves "
-            f"{limit}; pass chunk_bytes={limit // 16 * 16} or less, or raise the setting"
-        )
-    return min(wanted or DEFAULT_CHUNK_BYTES, limit // 16 * 16)
+    return server.call("asking for proto-max-bulk-len", command, repeats=True)
 
 
 def _choose_tags(server: Server, prefix: str, shards: int | None) -> tuple[str, ...]:

@@ -10,15 +10,16 @@ from rows_in_memory import bytes_of
 from tensordict import TensorDictBase
 
 from td_datapipes.assemble import make_sink
-from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec
+from td_datapipes.layouts import FieldPart, Layout, RecordsLayout, TensorDictStoreLayout, build_read_spec
+from td_datapipes.layouts.tensordict_store import StoredLeaf, describe_store
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec
 from td_datapipes.schema import Group, Key, Schema, schema_of
-from td_datapipes.slabs import RunSlab, Slab
+from td_datapipes.slabs import ColumnSlab, RunSlab, Slab
 
-__all__ = ["ChunksInMemory"]
+__all__ = ["ChunksInMemory", "StoreInMemory"]
 
 
 class ChunksInMemory:
@@ -60,7 +61,7 @@ class ChunksInMemory:
             tags=("0123456789.0",),
             created="2024-01-01T00:00:00+00:00",
         )
-        self.layout = RecordsLayout(manifest=self.manifest)
+        self.layout: Layout = RecordsLayout(manifest=self.manifest)
         self.values: dict[tuple[int, int], bytes] = {}
         for number, group in enumerate(schema.groups):
             self._fill(number, group, layouts[number])
@@ -85,7 +86,7 @@ class ChunksInMemory:
 
     def spec(self, keys: Iterable[Key] | None = None, max_gap_bytes: int = 2000) -> ReadSpec:
         """What is read for those fields (all by default)."""
-        fields = self.manifest.schema.select(keys)
+        fields = self.layout.schema.select(keys)
         return build_read_spec(self.layout, [FieldPart.whole(field) for field in fields], max_gap_bytes)
 
     def get_range(self, group: int, chunk: int, start: int, length: int) -> bytes:
@@ -94,18 +95,31 @@ class ChunksInMemory:
 
     def requests(self, slab: Slab) -> list[tuple[int, int, int, int]]:
         """Group, chunk, first byte and length of each range of a slab."""
+        if isinstance(slab, ColumnSlab):
+            return [request for column in self._columns(slab) for request in column]
         ranges = slab.ranges()
         columns = (ranges.groups, ranges.chunks, ranges.starts, ranges.lengths)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
+    def _columns(self, slab: ColumnSlab) -> list[list[tuple[int, int, int, int]]]:
+        """The ranges of each segment, row by row."""
+        return [
+            [(s.group, 0, row * slab.spec.layouts[s.group].stride_bytes + s.start_bytes, s.nbytes) for row in slab.rows]
+            for s in slab.spec.segments
+        ]
+
     def values_of(self, slab: Slab) -> list[bytes]:
         """What a server that lacks nothing answers."""
+        if isinstance(slab, ColumnSlab):
+            return [b"".join(self.get_range(*request) for request in column) for column in self._columns(slab)]
         return [self.get_range(*request) for request in self.requests(slab)]
 
     def reply(self, plan: ReadPlan, slab: Slab) -> bytes:
         """The reply stream to a slab's request: RESP2, an array where Lua is asked."""
         values = self.values_of(slab)
         head = b"*%d\r\n" % len(values) if plan.strategy == "lua" else b""
+        if slab.prefix.startswith(b"+OK\r\n"):  # a transaction says so, and that it has queued each command
+            head = b"+OK\r\n" + b"+QUEUED\r\n" * len(values) + head
         return head + b"".join(b"$%d\r\n%b\r\n" % (len(value), value) for value in values)
 
     def read(
@@ -136,6 +150,23 @@ class ChunksInMemory:
             staging[:] = 0xA5
         sink.seal()
         return sink.tensors
+
+
+class StoreInMemory(ChunksInMemory):
+    """The leaves of `td` as ``TensorDictStore`` keeps them: one string each, its rows one behind the other."""
+
+    def __init__(self, td: TensorDictBase, td_id: str = "store") -> None:
+        leaves = [
+            StoredLeaf(key=key, path=".".join(key), kind="tensor", dtype=value.dtype, shape=tuple(value.shape))
+            for name, value in td.items(True, True)
+            for key in [name if isinstance(name, tuple) else (name,)]
+        ]
+        description = describe_store(td_id, "tensordict", td_id, batch_size=tuple(td.batch_size), leaves=tuple(leaves))
+        self.td = td
+        self.rows = td.batch_size[0]
+        self.layout = TensorDictStoreLayout(description=description)
+        groups = enumerate(description.schema.groups)
+        self.values = {(number, 0): bytes_of(td.get(group.fields[0].key)) for number, group in groups}
 
 
 def _fill(places: Sequence[memoryview], value: memoryview) -> None:

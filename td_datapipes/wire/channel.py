@@ -57,7 +57,8 @@ class Channel:
         self._address = address
         self._socket.settimeout(0)
         self._poll = select.poll()
-        self._poll.register(self._socket.fileno(), select.POLLIN)
+        self._awaits = select.POLLIN
+        self._poll.register(self._socket.fileno(), self._awaits)
         self._unsent: deque[memoryview] = deque()
         self._awaited: deque[Exchange] = deque()
 
@@ -167,7 +168,10 @@ class Channel:
                 f"{self._address} did not answer in time while {doing}; it may be stopped, busy or far away "
                 f"(raise it with ?socket_timeout=SECONDS in the URL)"
             )
-        self._poll.modify(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        awaits = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        if awaits != self._awaits:
+            self._poll.modify(self._socket.fileno(), awaits)
+            self._awaits = awaits
         self._poll.poll(left * 1000 + 1)
 
     def abort(self) -> None:

@@ -235,8 +235,13 @@ class Cluster:
         except REDIS_ERRORS as error:
             raise translate(error, f"{node} of {self._address}", "connecting") from error
 
-    def ask(self, node: Node, request: bytes) -> Any:
-        """The reply to one command at a node that a moving slot goes to, which serves it to who says ASKING.
+    def ask(self, node: Node, request: bytes, skipped: int) -> Any:
+        """The reply to a call, or a transaction, at a node that a moving slot goes to, which serves who says ASKING.
+
+        Args:
+            node: that node.
+            request: the call.
+            skipped: replies that come before the one that is wanted: a transaction's.
 
         Raises:
             redis.RedisError, OSError: what redis-py raises.
@@ -245,7 +250,8 @@ class Cluster:
         try:
             connection.connect()
             connection.send_packed_command([b"*1\r\n$6\r\nASKING\r\n" + request])
-            connection.read_response()
+            for _ in range(1 + skipped):
+                connection.read_response()
             return connection.read_response()
         finally:
             connection.disconnect()

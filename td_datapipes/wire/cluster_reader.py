@@ -27,6 +27,7 @@ from td_datapipes.split import split_slab
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.cluster import Cluster, Node, parse_node, slot_of
 from td_datapipes.wire.faults import REDIS_ERRORS, RangeFault, translate
+from td_datapipes.wire.guards import Guard
 from td_datapipes.wire.reader import PlanReader, ReadJob, ReadStats
 from td_datapipes.wire.requests import RequestBuilder
 from td_datapipes.wire.server import Server
@@ -113,6 +114,7 @@ class ClusterPlanReader:
         server: where; asked and dialled when the first plan is started.
         chunk_key: the server's key of a group's chunk.
         stats: counted into.
+        guard: asked for behind the last range of every plan, at the node that has the last of them.
         from_replicas: read from a replica of each master where it has one.
     """
 
@@ -122,9 +124,11 @@ class ClusterPlanReader:
         chunk_key: Callable[[int, int], bytes],
         stats: ReadStats,
         *,
+        guard: Guard | None = None,
         from_replicas: bool = False,
     ) -> None:
         self._server = server
+        self._guard = guard
         self._requests = RequestBuilder(chunk_key)
         self.from_replicas = from_replicas
         self.stats = stats
@@ -139,12 +143,22 @@ class ClusterPlanReader:
         self._prefer: Node | None = None
         self._moving: dict[int, tuple[Node | None, float]] = {}
 
+    def retarget(self, chunk_key: Callable[[int, int], bytes], requests: RequestBuilder, guard: Guard | None) -> None:
+        """Read another data set's chunks from the next plan on, over the same connections."""
+        if requests is self._requests:
+            return
+        self._requests, self._guard = requests, guard
+        self._chunk_key, self._slot_of_chunk = chunk_key, _Slots(chunk_key)
+        for reader in [self._single, *self._nodes.values()]:
+            if reader is not None:
+                reader.retarget(requests, guard)
+
     def start(self, plan: ReadPlan) -> ReadJob | ClusterJob:
         """Ask for a plan's first slabs; see `PlanReader.start`."""
         if self._single is None and self._cluster is None:
             self._cluster = self._server.cluster()
             if self._cluster is None:
-                self._single = PlanReader(self._dial_server, self._requests, self.stats)
+                self._single = PlanReader(self._dial_server, self._requests, self.stats, self._guard)
         if self._single is not None:
             return self._single.start(plan)
         try:
@@ -199,7 +213,9 @@ class ClusterPlanReader:
     def _reader(self, node: Node) -> PlanReader:
         if node not in self._nodes:
             cluster, replica = self._known_cluster(), self._dialled_replicas
-            self._nodes[node] = PlanReader(lambda: cluster.dial(node, replica=replica), self._requests, self.stats)
+            self._nodes[node] = PlanReader(
+                lambda: cluster.dial(node, replica=replica), self._requests, self.stats, self._guard
+            )
         return self._nodes[node]
 
     def _known_cluster(self) -> Cluster:
@@ -337,7 +353,7 @@ class ClusterPlanReader:
         cluster = self._known_cluster()
         target = self._moving[slot][0] or cluster.slots.master(slot)
         request = b"".join(self._requests.for_plan(job.plan)(slab))
-        values: list[bytes] = cluster.ask(target, request)
+        values: list[bytes] = cluster.ask(target, request, slab.prefix.count(b"\n") - 1)
         return values
 
     @property

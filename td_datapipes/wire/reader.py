@@ -19,6 +19,7 @@ from td_datapipes.plan import ReadPlan
 from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.faults import RangeFault
+from td_datapipes.wire.guards import Guard, GuardExchange
 from td_datapipes.wire.replies import BulkReply, ErrorReply, ReplyParser, StreamCheck, stream_check
 from td_datapipes.wire.requests import RequestBuilder
 
@@ -61,7 +62,8 @@ class ReadJob:
         request: makes the request of a slab.
         sink: where it goes; set before the job is finished, which may be after it was asked for.
         unsent: slabs not yet asked for.
-        unfinished: slabs not yet received.
+        unfinished: slabs not yet received, and the guard.
+        guard: asked for behind its ranges; None once that was done.
     """
 
     plan: ReadPlan
@@ -69,6 +71,7 @@ class ReadJob:
     sink: BatchSink = field(init=False)
     unsent: Iterator[tuple[int, Slab]] = field(init=False)
     unfinished: int = field(init=False)
+    guard: Guard | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.unsent = iter(enumerate(self.plan.slabs))
@@ -216,7 +219,7 @@ class _FaultFinder:
         self._lengths = slab.ranges().lengths.tolist()
         self._replies = ReplyParser(max(self._lengths) + _SPARE_READ_BYTES)
         self._scratch = memoryview(bytearray(1 << 16))
-        self._index = -1 if slab.prefix else 0
+        self._index = -slab.prefix.count(b"\n")
 
     def target(self) -> memoryview:
         return self._scratch
@@ -254,17 +257,25 @@ class PlanReader:
         dial: gives a fresh channel.
         requests: makes requests for the data set's chunks.
         stats: counted into.
+        guard: asked for behind the last range of every plan.
     """
 
-    def __init__(self, dial: Callable[[], Channel], requests: RequestBuilder, stats: ReadStats) -> None:
+    def __init__(
+        self, dial: Callable[[], Channel], requests: RequestBuilder, stats: ReadStats, guard: Guard | None = None
+    ) -> None:
         self._dial = dial
         self._requests = requests
+        self._guard = guard
         self._channel: Channel | None = None
         self._jobs: deque[ReadJob] = deque()
-        self._sent: deque[_SlabExchange] = deque()
+        self._sent: deque[_SlabExchange | GuardExchange] = deque()
         self._in_flight_bytes = 0
         self._staging = _Staging()
         self.stats = stats
+
+    def retarget(self, requests: RequestBuilder, guard: Guard | None) -> None:
+        """Read another data set's chunks from the next plan on, over the same connection."""
+        self._requests, self._guard = requests, guard
 
     def start(self, plan: ReadPlan) -> ReadJob:
         """Ask for a plan's first slabs, as far as the limit on bytes in flight lets it.
@@ -273,6 +284,8 @@ class PlanReader:
         """
         job = ReadJob(plan, self._requests.for_plan(plan))
         if job.unfinished:
+            job.guard = self._guard
+            job.unfinished += job.guard is not None
             self._jobs.append(job)
         try:
             self._ask()
@@ -341,7 +354,7 @@ class PlanReader:
 
     def _ask(self) -> None:
         """Ask for what the limit on bytes in flight allows, all in one go."""
-        fresh: list[_SlabExchange] = []
+        fresh: list[_SlabExchange | GuardExchange] = []
         for job in self._jobs:
             while self._in_flight_bytes < MAX_IN_FLIGHT_BYTES and (following := next(job.unsent, None)) is not None:
                 if self._channel is None:
@@ -351,6 +364,10 @@ class PlanReader:
                 self._in_flight_bytes += exchange.nbytes
                 self._count(following[1])
                 fresh.append(exchange)
+            if job.guard is not None and self._in_flight_bytes < MAX_IN_FLIGHT_BYTES:
+                # Its ranges are all asked for: the loop above ended for want of more.
+                fresh.append(GuardExchange(job.guard, job))
+                job.guard = None
         if fresh and self._channel is not None:
             self._sent.extend(fresh)
             self._channel.submit(*fresh)

@@ -7,9 +7,11 @@ path, taken on the first byte that is not as expected: it reads RESP2 replies on
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +61,7 @@ def stream_check(slab: Slab) -> StreamCheck:
 
 
 class _PeriodicCheck:
-    """For streams that repeat: each header and each line end is compared in all periods at once.
+    """For streams that repeat: the framing bytes of all periods are compared at once.
 
     Args:
         starts: where the values of the first period start.
@@ -70,30 +72,29 @@ class _PeriodicCheck:
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], count: int, stream_bytes: int) -> None:
         self._count, self._period = count, stream_bytes // count
-        self._marks: list[tuple[int, bytes]] = []
-        for start, length in zip(starts, lengths, strict=True):
-            header = _header(length)
-            self._marks += [(start - len(header), header), (start + length, b"\r\n")]
-        self._passed = [0] * len(self._marks)
+        headers = [_header(length) for length in lengths]
+        marks = zip(headers, starts, lengths, strict=True)
+        places = [(range(at - len(mark), at), range(at + length, at + length + 2)) for mark, at, length in marks]
+        self._places = list(chain.from_iterable(chain.from_iterable(places)))
+        self._positions = np.array(self._places, dtype=np.int64)
+        self._expected = b"".join(mark + b"\r\n" for mark in headers)
+        self._passed = self._seen = 0  # whole periods, and framing bytes of the one behind them
 
     def matches(self, stream: npt.NDArray[np.uint8], received: int) -> bool:
-        for number, (at, mark) in enumerate(self._marks):
-            whole = min(max((received - at - len(mark)) // self._period + 1, 0), self._count)
-            begin = self._passed[number]
-            if whole > begin:
-                shape, first = (whole - begin,), at + begin * self._period
-                # A mark ends in a line feed, so a NUL in its place (which numpy strips from the end) cannot hide.
-                found = np.ndarray(shape, f"S{len(mark)}", stream, first, (self._period,))
-                if not (found == mark).all():
-                    return False
-                self._passed[number] = whole
-            start = at + whole * self._period
-            if (
-                whole < self._count
-                and start < received
-                and stream[start:received].tobytes() != mark[: received - start]
-            ):
+        whole = min(received // self._period, self._count)
+        if whole > self._passed:
+            fresh = whole - self._passed
+            periods = np.ndarray((fresh, self._period), np.uint8, stream, self._passed * self._period)
+            if periods.take(self._positions, 1).tobytes() != self._expected * fresh:
                 return False
+            self._passed, self._seen = whole, 0
+        start = whole * self._period
+        there = bisect_left(self._places, received - start) if whole < self._count else 0
+        if there > self._seen:
+            found = stream[start + self._positions[self._seen : there]].tobytes()
+            if found != self._expected[self._seen : there]:
+                return False
+            self._seen = there
         return True
 
 

@@ -11,9 +11,11 @@ from operator import itemgetter
 
 import numpy as np
 
+from td_datapipes.errors import ConfigurationError
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec, Rows, Segment
-from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab
+from td_datapipes.slabs import ColumnSlab, PeriodicSlab, RunSlab, Slab
+from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, range_commands
 from td_datapipes.wire.scripts import load_script
 
 __all__ = ["RequestBuilder", "bulk"]
@@ -21,8 +23,16 @@ __all__ = ["RequestBuilder", "bulk"]
 MAX_TABLE_ENTRIES = 32768
 """Bounds each table to a few MB; a full one starts over."""
 _CHUNK_BITS = 40
+_MULTI = b"*1\r\n$5\r\nMULTI\r\n"
+_EXEC = b"*1\r\n$4\r\nEXEC\r\n"
 EARLY_RANGES = 128
 """Of a request for many: sent first, so that the server works on them while the request for the rest is made."""
+_MIN_TEXT_RANGES = 48
+"""From so many on, numpy's calls cost less than formatting each range."""
+_MAX_TEXT_KEYS = 16
+"""Numpy is called for each."""
+_MAX_SCRIPT_BYTES = 1 << 32
+"""Of a string, where a script is told its ranges in 32 bits."""
 
 
 def bulk(data: bytes) -> bytes:
@@ -45,7 +55,8 @@ class _Table(dict[int, bytes]):
 
 
 def _range_tail(start: int, length: int) -> bytes:
-    return bulk(b"%d" % start) + bulk(b"%d" % (start + length - 1))
+    first, last = b"%d" % start, b"%d" % (start + length - 1)
+    return b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first), first, len(last), last)
 
 
 class _SegmentTails:
@@ -89,6 +100,7 @@ class RequestBuilder:
         self._keys = _Table(lambda code: bulk(chunk_key(code >> _CHUNK_BITS, code & mask)))
         self._heads = _Table(lambda code: b"*4\r\n$8\r\nGETRANGE\r\n" + self._keys[code])
         self._tails: dict[Segment, _SegmentTails] = {}
+        self._range_text: tuple[ReadSpec, RangeText] | None = None
 
     def for_plan(self, plan: ReadPlan) -> Callable[[Slab], Iterable[bytes]]:
         """How slabs of that plan are asked for: the parts of a request, each made when it is taken."""
@@ -104,7 +116,13 @@ class RequestBuilder:
         if isinstance(slab, RunSlab):
             return self._heads[slab.group << _CHUNK_BITS | slab.chunk] + _range_tail(slab.start, slab.length)
         ranges = slab.ranges()
-        codes = ((ranges.groups << _CHUNK_BITS) | ranges.chunks).tolist()
+        coded: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
+        if len(coded) >= _MIN_TEXT_RANGES and int((ranges.starts + ranges.lengths).max()) <= MAX_END_BYTES:
+            found, head_of = np.unique(coded, return_inverse=True)
+            if len(found) <= _MAX_TEXT_KEYS:
+                heads = [self._heads[code] for code in found.tolist()]
+                return range_commands(heads, head_of, ranges.starts, ranges.lengths)
+        codes = coded.tolist()
         spans = zip(ranges.starts.tolist(), ranges.lengths.tolist(), strict=True)
         # Covering ranges start anywhere, so their tails are made anew: they would only flood the table.
         return b"".join([self._heads[code] + _range_tail(*span) for code, span in zip(codes, spans, strict=True)])
@@ -117,6 +135,8 @@ class RequestBuilder:
         yield self._rows(spec, rows[early:])
 
     def _rows(self, spec: ReadSpec, rows: Rows) -> bytes:
+        if len(rows) * len(spec.segments) >= _MIN_TEXT_RANGES and not spec.spare_bytes and _fits_text(spec, rows):
+            return self._text(spec, rows)
         parts: list[bytes] = [b""] * (2 * len(rows) * len(spec.segments))
         step = 2 * len(spec.segments)
         for j, segment in enumerate(spec.segments):
@@ -131,6 +151,16 @@ class RequestBuilder:
             parts[2 * j + 1 :: step] = self._segment_tails(spec, j).of(within.tolist())
         return b"".join(parts)
 
+    def _text(self, spec: ReadSpec, rows: Rows) -> bytes:
+        """Rows of one long chunk hardly ever come again before all others did: their ranges are made at once, anew."""
+        if self._range_text is None or self._range_text[0] is not spec:
+            segments, lengths = spec.segments, spec.wire_lengths.tolist()
+            heads = [self._heads[segment.group << _CHUNK_BITS] for segment in segments]
+            strides = [spec.layouts[segment.group].stride_bytes for segment in segments]
+            starts = [segment.start_bytes for segment in segments]
+            self._range_text = spec, RangeText(heads, strides, starts, lengths)
+        return self._range_text[1].commands(rows)
+
     def _segment_tails(self, spec: ReadSpec, number: int) -> _SegmentTails:
         segment = spec.segments[number]
         tails = self._tails.get(segment)
@@ -141,8 +171,17 @@ class RequestBuilder:
         return tails
 
     def _script(self, slab: Slab) -> Iterable[bytes]:
-        """One call that returns all ranges as a table; their numbers packed in one argument."""
+        """One call that returns all ranges as a table, their numbers packed in one argument; or a transaction."""
+        if isinstance(slab, ColumnSlab):
+            return (self._columns(slab),)
+        if slab.prefix.startswith(b"+OK"):
+            return (_MULTI, self._singly(slab), _EXEC)
         ranges = slab.ranges()
+        if int((ranges.starts + ranges.lengths).max()) > _MAX_SCRIPT_BYTES:
+            raise ConfigurationError(
+                "strategy='lua' and atomic=True reach the first 4 GiB of a server string, and a field takes more; "
+                "use another strategy, or convert the data to the layout records"
+            )
         codes: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
         keys, index = np.unique(codes, return_inverse=True)
         packed = np.empty(len(codes), dtype=np.dtype("<u4, <u4, <u4"))
@@ -150,3 +189,25 @@ class RequestBuilder:
         sha = load_script("read_ranges").sha.encode()
         head = b"*%d\r\n$7\r\nEVALSHA\r\n" % (4 + len(keys)) + bulk(sha) + bulk(b"%d" % len(keys))
         return (b"".join([head, *map(self._keys.__getitem__, keys.tolist()), bulk(packed.tobytes())]),)
+
+    def _columns(self, slab: ColumnSlab) -> bytes:
+        """One call that returns each segment's bytes of all rows."""
+        segments, layouts = slab.spec.segments, slab.spec.layouts
+        columns = [(layouts[s.group].stride_bytes, s.start_bytes, s.nbytes) for s in segments]
+        sha = load_script("read_columns").sha.encode()
+        head = b"*%d\r\n$7\r\nEVALSHA\r\n" % (5 + len(segments)) + bulk(sha) + bulk(b"%d" % len(segments))
+        keys = [self._keys[segment.group << _CHUNK_BITS] for segment in segments]
+        packed = slab.rows.astype("<u4").tobytes()
+        return b"".join([head, *keys, bulk(packed), bulk(np.array(columns, dtype="<u4").tobytes())])
+
+
+def _fits_text(spec: ReadSpec, rows: Rows) -> bool:
+    """Whether all rows of each segment lie in one chunk, so that only the numbers differ."""
+    last = int(rows.max())
+    layouts = [spec.layouts[segment.group] for segment in spec.segments]
+    return all(
+        layout.pieces == 1
+        and last < layout.records_per_chunk
+        and last * layout.stride_bytes + segment.stop_bytes <= MAX_END_BYTES
+        for layout, segment in zip(layouts, spec.segments, strict=True)
+    )

@@ -332,7 +332,7 @@ def test_options_that_cannot_work_are_refused(plain: RedisTDDataset) -> None:
     url: Any = plain.url
     with pytest.raises(ConfigurationError, match="strategy must be one of auto, covering, pipelined, lua, got 'fast'"):
         RedisTDDataset(url, strategy="fast")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="atomic=True reads by one Lua call"):
+    with pytest.raises(ConfigurationError, match="atomic=True reads in one step"):
         RedisTDDataset(url, atomic=True, strategy="covering")
 
 

@@ -70,10 +70,21 @@ def asked_by(builder: RequestBuilder, plan: ReadPlan) -> list[tuple[bytes, int, 
 
 
 def script_ranges(command: list[bytes]) -> list[tuple[bytes, int, int]]:
-    """The ranges of a call of read_ranges.lua, by its header comment."""
+    """The ranges of a call of read_ranges.lua or read_columns.lua, by their header comments."""
     assert command[0] == b"EVALSHA"
-    assert command[1] == load_script("read_ranges").sha.encode()
     number = int(command[2])
+    if command[1] == load_script("read_columns").sha.encode():
+        rows, columns = np.frombuffer(command[3 + number], dtype="<u4").tolist(), command[4 + number]
+        assert len(command) == 5 + number
+        assert len(columns) == 12 * number
+        return [
+            (key, row * stride + first, length)
+            for key, (stride, first, length) in zip(
+                command[3 : 3 + number], struct.Struct("<III").iter_unpack(columns), strict=True
+            )
+            for row in rows
+        ]
+    assert command[1] == load_script("read_ranges").sha.encode()
     keys, packed = command[3 : 3 + number], command[3 + number]
     assert len(command) == 4 + number
     assert len(set(keys)) == number

@@ -219,7 +219,9 @@ def test_the_environment_supplies_what_the_url_lacks(monkeypatch: pytest.MonkeyP
     assert SECRET.encode() not in pickle.dumps(bare)
 
 
-def test_a_copy_made_by_replace_keeps_the_credentials() -> None:
+def test_copies_keep_the_credentials_and_pickles_do_not() -> None:
     parsed = ServerURL.parse(f"redis://:{SECRET}@h/0#n")
     assert replace(parsed, name="m").connection_options()["password"] == SECRET
-    assert dict(copy.copy(parsed).credentials) == {}  # copying pickles: credentials are supplied anew
+    for copied in (copy.copy(parsed), copy.deepcopy([parsed])[0]):
+        assert copied.connection_options()["password"] == SECRET
+    assert dict(pickle.loads(pickle.dumps(parsed)).credentials) == {}

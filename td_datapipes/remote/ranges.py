@@ -1,0 +1,227 @@
+"""Rows to write -> ranges of chunks and the bytes that go there. Pure: no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from td_datapipes.layouts.records import row_bytes_view
+from td_datapipes.manifest import ChunkLayout
+from td_datapipes.read_spec import Rows
+from td_datapipes.schema import Field, Group, Key, Schema
+
+__all__ = ["Write", "element_writes", "row_writes", "slice_rows"]
+
+_PACKED = np.dtype("<u4, <u4, <u4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """Ranges of chunks and their bytes, in order.
+
+    Attributes:
+        keys: of the chunks, each once.
+        needed: how long each chunk has to be, for all its ranges to be within it.
+        packed: number of the key, first byte and length of each range, three little-endian u32.
+        data: the ranges' bytes, one behind the other.
+    """
+
+    keys: tuple[bytes, ...]
+    needed: tuple[int, ...]
+    packed: bytes
+    data: memoryview
+
+    @property
+    def num_ranges(self) -> int:
+        """How many ranges."""
+        return len(self.packed) // _PACKED.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Ranges of one group: where each starts in its record, and their bytes."""
+
+    group: int
+    rows: Rows
+    starts: Rows
+    lengths: Rows
+    data: npt.NDArray[np.uint8]
+
+
+def slice_rows(num_rows: int, row_bytes: int, max_bytes: int, max_ranges: int) -> Iterator[slice]:
+    """Cut rows so that each part has at most so many bytes and ranges; one row at least."""
+    step = max(1, min(max_bytes // max(row_bytes, 1), max_ranges))
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def row_writes(
+    schema: Schema,
+    layouts: Sequence[ChunkLayout],
+    chunk_key: Callable[[int, int], bytes],
+    values: Mapping[Key, torch.Tensor],
+    rows: Rows,
+) -> Write:
+    """Write whole fields of rows: the fields of a group that lie side by side as one range a row, adjacent rows as one.
+
+    Args:
+        schema, layouts, chunk_key: of the data set.
+        values: for each field to write ``[n, *shape]``, of its dtype.
+        rows: ``[n]``; of a row that comes twice the last value stays.
+    """
+    parts: list[_Part] = []
+    for number, group in enumerate(schema.groups):
+        wanted = [field for field in group.fields if field.key in values and field.nbytes]
+        for run in _runs(group, wanted):
+            parts.append(_run_part(number, group, run, values, rows))
+    return _assemble(parts, layouts, chunk_key)
+
+
+def _runs(group: Group, wanted: Sequence[Field]) -> Iterator[list[Field]]:
+    """Fields with nothing but padding between them."""
+    if not wanted:
+        return
+    ordered = sorted((field for field in group.fields if field.nbytes), key=lambda field: field.offset_bytes)
+    run: list[Field] = []
+    for field in ordered:
+        if field in wanted:
+            run.append(field)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _run_part(number: int, group: Group, run: Sequence[Field], values: Mapping[Key, torch.Tensor], rows: Rows) -> _Part:
+    low = run[0].offset_bytes
+    high = run[-1].offset_bytes + run[-1].nbytes
+    if low == 0 and len(run) == sum(field.nbytes > 0 for field in group.fields):
+        high = group.stride_bytes  # so that adjacent rows are one range
+    width, n = high - low, len(rows)
+    if len(run) == 1 and run[0].nbytes == width:
+        records = _bytes(values[run[0].key])
+    else:
+        records = np.zeros(n * width, dtype=np.uint8)
+        for field in run:
+            source = row_bytes_view(_plain(values[field.key]), field.nbytes)
+            if n:
+                np.ndarray((n,), source.dtype, records, field.offset_bytes - low, (width,))[:] = source
+    return _Part(group=number, rows=rows, starts=np.full(n, low), lengths=np.full(n, width), data=records)
+
+
+def element_writes(
+    schema: Schema,
+    layouts: Sequence[ChunkLayout],
+    chunk_key: Callable[[int, int], bytes],
+    values: Mapping[Key, tuple[torch.Tensor, torch.Tensor]],
+    rows: Rows,
+) -> Write:
+    """Write some elements of rows.
+
+    Args:
+        schema, layouts, chunk_key: of the data set.
+        values: for each field which elements of ``[n, *shape]``, counted along it, and their new values.
+        rows: ``[n]``.
+    """
+    parts = []
+    for number, group in enumerate(schema.groups):
+        for field in group.fields:
+            if field.key in values and field.nbytes:
+                parts.append(_element_part(number, field, *values[field.key], rows))
+    return _assemble(parts, layouts, chunk_key)
+
+
+def _element_part(number: int, field: Field, elements: torch.Tensor, values: torch.Tensor, rows: Rows) -> _Part:
+    """Neighbouring elements of a row become one range."""
+    size = field.dtype.itemsize
+    per_row = field.nbytes // size
+    positions = elements.reshape(-1).numpy()
+    row, within = np.divmod(positions, per_row)
+    fresh = np.ones(len(positions), dtype=bool)
+    fresh[1:] = (positions[1:] != positions[:-1] + 1) | (row[1:] != row[:-1])
+    heads = np.nonzero(fresh)[0]
+    counts = np.diff(np.append(heads, len(positions)))
+    return _Part(
+        group=number,
+        rows=rows[row[heads]],
+        starts=field.offset_bytes + within[heads] * size,
+        lengths=counts * size,
+        data=_bytes(values.reshape(-1)),
+    )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    plain = _plain(tensor)
+    if not plain.numel():
+        return np.empty(0, dtype=np.uint8)
+    flat: npt.NDArray[np.uint8] = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat
+
+
+def _assemble(parts: Iterable[_Part], layouts: Sequence[ChunkLayout], chunk_key: Callable[[int, int], bytes]) -> Write:
+    numbers: dict[bytes, int] = {}
+    needed: list[int] = []
+    packed, data = [], []
+    for part in parts:
+        chunks, starts, lengths = _addresses(part, layouts[part.group])
+        distinct, which = _distinct(chunks)
+        longest = np.zeros(len(distinct), dtype=np.int64)
+        np.maximum.at(longest, which, starts + lengths)
+        mine = np.empty(len(distinct), dtype=np.int64)
+        for position, (chunk, need) in enumerate(zip(distinct.tolist(), longest.tolist(), strict=True)):
+            # Several parts may be of one group, hence of the same chunks.
+            number = mine[position] = numbers.setdefault(chunk_key(part.group, chunk), len(needed))
+            if number == len(needed):
+                needed.append(need)
+            needed[number] = max(needed[number], need)
+        entries = np.empty(len(chunks), dtype=_PACKED)
+        entries["f0"], entries["f1"], entries["f2"] = mine[which], starts, lengths
+        packed.append(entries.tobytes())
+        data.append(part.data)
+    whole = np.concatenate(data) if len(data) > 1 else (data[0] if data else np.empty(0, dtype=np.uint8))
+    return Write(keys=tuple(numbers), needed=tuple(needed), packed=b"".join(packed), data=whole.data)
+
+
+def _distinct(chunks: Rows) -> tuple[Rows, Rows]:
+    """The chunks, each once, and which of them each entry is."""
+    if len(chunks) and int(chunks.min()) == int(chunks.max()):
+        return chunks[:1], np.zeros(len(chunks), dtype=np.int64)
+    return np.unique(chunks, return_inverse=True)
+
+
+def _addresses(part: _Part, layout: ChunkLayout) -> tuple[Rows, Rows, Rows]:
+    """Chunk, first byte and length of each range, in the order of their bytes."""
+    if layout.pieces > 1:
+        return _pieces(part, layout)
+    chunks, within = np.divmod(part.rows, layout.records_per_chunk)
+    starts = within * layout.stride_bytes + part.starts
+    if not len(starts):
+        return chunks, starts, part.lengths
+    # Ranges that continue each other are one.
+    fresh = np.ones(len(starts), dtype=bool)
+    fresh[1:] = (chunks[1:] != chunks[:-1]) | (starts[1:] != starts[:-1] + part.lengths[:-1])
+    heads = np.nonzero(fresh)[0]
+    return chunks[heads], starts[heads], np.add.reduceat(part.lengths, heads)
+
+
+def _pieces(part: _Part, layout: ChunkLayout) -> tuple[Rows, Rows, Rows]:
+    """Ranges of records that are longer than a chunk, cut where a piece ends."""
+    found: list[tuple[int, int, int]] = []
+    for row, start, length in zip(part.rows.tolist(), part.starts.tolist(), part.lengths.tolist(), strict=True):
+        end = start + length
+        while start < end:
+            piece = start // layout.piece_bytes
+            stop = min(end, (piece + 1) * layout.piece_bytes)
+            found.append((row * layout.pieces + piece, start - piece * layout.piece_bytes, stop - start))
+            start = stop
+    array = np.array(found, dtype=np.int64).reshape(-1, 3)
+    return array[:, 0], array[:, 1], array[:, 2]
