@@ -14,7 +14,7 @@ from servers import ClusterProcess, ServerProcess, wait_until
 from tensordict import TensorDict
 from torch.utils.data import DataLoader, RandomSampler
 
-from td_datapipes import RedisTDDataset, append_dataset, write_dataset
+from td_datapipes import RedisTDDataset, RedisTensorDict, append_dataset, write_dataset
 from td_datapipes.catalog import connect, drop, list_names
 from td_datapipes.errors import ConfigurationError, DataLossError, DatasetNotFoundError
 from td_datapipes.manifest import Manifest, manifest_key
@@ -140,9 +140,7 @@ def test_appending_overwriting_and_dropping(replicated: ClusterProcess, url: str
 
 
 def test_one_shard_gives_one_snapshot_and_many_do_not(replicated: ClusterProcess, url: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match="one shard only; 'spread/wide' has several. Write it with"
-    ):
+    with pytest.raises(ConfigurationError, match="one shard only; 'spread/wide' has several. Write it with"):
         RedisTDDataset(url, atomic=True)
     write_dataset(TD, replicated.url("together"), chunk_bytes=STRIDE * PER_CHUNK, shards=1)
     assert len(manifest_of(replicated, "together").tags) == 1
@@ -221,3 +219,16 @@ def test_a_batch_without_rows_or_bytes(url: str) -> None:
     with RedisTDDataset(url, fields=["e"]) as dataset:
         assert dataset[:].batch_size == torch.Size([600])
         assert isinstance(dataset[:], TensorDict)
+
+
+def test_a_redis_tensordict_lives_in_one_shard(replicated: ClusterProcess) -> None:
+    remote = RedisTensorDict.from_tensordict(TD, url := replicated.url("in place"))
+    assert_same_rows(remote[SCATTERED], TD[SCATTERED])
+    remote[[1, 5]] = TD[[7, 8]]
+    remote["z"] = torch.ones(600, 2)
+    with RedisTDDataset(url) as dataset:
+        assert dataset[:8]["row"].tolist() == [0, 7, 2, 3, 4, 8, 6, 7]
+        assert dataset[:]["z"].sum() == 1200
+    assert sum(node.execute("DBSIZE") > 1 for node in replicated.nodes[:3]) == 1
+    remote.clear_redis()
+    remote.close()
