@@ -9,7 +9,7 @@ INSTALL := $(RUN) pip install -qq --disable-pip-version-check --constraint const
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test rl servers check lint layers wheel bench clean
+.PHONY: help demo test rl soak servers check lint layers wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: $(VENV)/dev.stamp servers ## run all tests; PYTEST_ARGS adds arguments
 
 rl: $(RL)/rl.stamp servers ## run what torchrl promises of storages, against torchrl in an environment of its own
 	$(RL)/bin/python -m pytest tests/peers/torchrl
+
+soak: $(VENV)/dev.stamp servers ## ten minutes of readers, a writer and chaos on a cluster; SOAK_ARGS adds arguments
+	$(BIN)/python tests/soak.py $(SOAK_ARGS)
 
 check: lint layers wheel ## lint, formatting, types, import direction, and the built wheel
 

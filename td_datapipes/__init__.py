@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from td_datapipes.datapipes import RedisTDIterableDataset, RedisTDIterDataPipe
     from td_datapipes.datasets import RedisTDDataset
     from td_datapipes.dtensor_collate import DTensorCollate
+    from td_datapipes.integrity import verify_dataset
     from td_datapipes.mixture import RedisTDMixture
     from td_datapipes.nodes import RedisTDReader
     from td_datapipes.placement import Placement
     from td_datapipes.redis_tensordict import RedisTensorDict
     from td_datapipes.replay import RedisReplayBuffer
+    from td_datapipes.wire.retry import RetryPolicy
     from td_datapipes.writer import write_dataset
 
 __all__ = [
@@ -37,8 +39,10 @@ __all__ = [
     "RedisTDMixture",
     "RedisTDReader",
     "RedisTensorDict",
+    "RetryPolicy",
     "append_dataset",
     "convert",
+    "verify_dataset",
     "write_dataset",
 ]
 
@@ -51,8 +55,10 @@ _HOMES = {
     "RedisTDIterableDataset": "td_datapipes.datapipes",
     "RedisTDMixture": "td_datapipes.mixture",
     "RedisTDReader": "td_datapipes.nodes",
-    "RedisTensorDict": "td_datapipes.redis_tensordict",
+    "RetryPolicy": "td_datapipes.wire.retry",
     "append_dataset": "td_datapipes.appender",
+    "verify_dataset": "td_datapipes.integrity",
+    "RedisTensorDict": "td_datapipes.redis_tensordict",
     "convert": "td_datapipes.conversion",
     "write_dataset": "td_datapipes.writer",
 }

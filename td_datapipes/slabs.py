@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
@@ -125,9 +125,12 @@ class PeriodicSlab:
 
     def part(self, begin: int, stop: int) -> PeriodicSlab:
         """Rows ``[begin, stop)`` of a slab that goes one to one; its stream starts `begin` steps later."""
-        first = cast(slice, self.positions).start
-        positions = slice(first + begin, first + stop)
-        return PeriodicSlab(rows=self.rows[begin:stop], spec=self.spec, positions=positions, sources=None)
+        positions = self.positions
+        if isinstance(positions, slice):
+            kept: slice | Rows = slice(positions.start + begin, positions.start + stop)
+        else:
+            kept = positions[begin:stop]
+        return PeriodicSlab(rows=self.rows[begin:stop], spec=self.spec, positions=kept, sources=None)
 
 
 @dataclass(frozen=True, kw_only=True)

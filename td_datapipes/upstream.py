@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from td_datapipes.catalog import find_manifest, load_manifest
-from td_datapipes.errors import DatasetNotFoundError, InterruptedWriteError
+from td_datapipes.errors import AuthenticationError, DatasetNotFoundError, InterruptedWriteError
 from td_datapipes.layouts.tensordict_store import (
     STAGED_NAMESPACE,
     StoreDescription,
@@ -49,7 +49,7 @@ def open_description(server: Server, name: str) -> Description:
     except DatasetNotFoundError as error:
         stores = list_stores(server)
         known = ", ".join(map(repr, stores[:_SHOWN_STORES])) + (", ..." if len(stores) > _SHOWN_STORES else "")
-        raise DatasetNotFoundError(f"{error}; TensorDictStore wrote {known}" if stores else str(error)) from None
+        raise type(error)(f"{error}; TensorDictStore wrote {known}" if stores else str(error)) from None
 
 
 def find_description(server: Server, name: str) -> Description | None:
@@ -69,7 +69,10 @@ def find_store(server: Server, name: str) -> StoreDescription | None:
         answers = pipe.execute()
         return [number for number in range(len(candidates)) if answers[2 * number] or answers[2 * number + 1]]
 
-    found = server.call(f"looking for {name!r}", command)
+    try:
+        found = server.call(f"looking for {name!r}", command, repeats=True)
+    except AuthenticationError:  # a user of this package's keys alone has no such store
+        return None
     return describe(server, name, *candidates[found[0]]) if found else None
 
 
@@ -78,15 +81,21 @@ def list_stores(server: Server) -> list[str]:
     until = time.monotonic() + _SEARCH_SECONDS
 
     def command(client: Any) -> list[str]:
-        names, cursor = set(), 0
-        while True:
-            cursor, keys = client.scan(cursor, match="*:{*}:__*__", count=1000)
-            found = filter(None, map(store_name, keys))
-            names |= {name for name in found if not name.startswith(STAGED_NAMESPACE)}
-            if not cursor or time.monotonic() > until:
-                return sorted(names)
+        cluster, names = server.cluster(), set[str]()
+        for one in [client] if cluster is None else [master for _, master in cluster.masters()]:
+            cursor = 0
+            while True:
+                cursor, keys = one.scan(cursor, match="*:{*}:__*__", count=1000)
+                found = filter(None, map(store_name, keys))
+                names |= {name for name in found if not name.startswith(STAGED_NAMESPACE)}
+                if not cursor or time.monotonic() > until:
+                    break
+        return sorted(names)
 
-    return server.call("looking for what TensorDictStore wrote", command)
+    try:
+        return server.call("looking for what TensorDictStore wrote", command, repeats=True)
+    except AuthenticationError:  # not every user may search; it is for a message
+        return []
 
 
 def describe(server: Server, name: str, namespace: str, td_id: str) -> StoreDescription | None:
@@ -108,7 +117,7 @@ def describe(server: Server, name: str, namespace: str, td_id: str) -> StoreDesc
             pipe.hgetall(store_key(namespace, td_id, f"m:{path}"))
         return values, paths, pipe.execute() if paths else []
 
-    values, paths, metadata = server.call(f"reading what describes {name!r}", command)
+    values, paths, metadata = server.call(f"reading what describes {name!r}", command, repeats=True)
     stored = dict(zip((*_GLOBALS, "__tensorclass__"), values, strict=True))
     if stored["__batch_size__"] is None and stored["__type__"] is None:
         return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -17,30 +16,46 @@ import numpy.typing as npt
 import redis
 from tensordict import TensorDictBase, is_tensor_collection
 
-from td_datapipes.catalog import chunk_keys, collect, connect, find_manifest, publish, stage, unstage
+from td_datapipes.catalog import (
+    chunk_keys,
+    collect,
+    confirm_chunks,
+    confirm_published,
+    connect,
+    find_manifest,
+    publish,
+    stage,
+    unstage,
+)
 from td_datapipes.errors import (
     AuthenticationError,
     ConfigurationError,
     DatasetExistsError,
+    InterruptedWriteError,
     SchemaError,
     ServerError,
     ServerFullError,
     TDDatapipesError,
     ValueTooLargeError,
 )
+from td_datapipes.garbage import writer_note
+from td_datapipes.integrity import store_checksums
 from td_datapipes.layouts import pack_records
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import Schema, schema_of
 from td_datapipes.server import wait_persisted
+from td_datapipes.wire.chunk_writer import ChunkWriter
+from td_datapipes.wire.cluster import choose_tags
+from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
-from td_datapipes.wire.writer import BulkWriter
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
     "IN_FLIGHT",
     "MAX_RECORDS_PER_CHUNK",
+    "SHARDS_PER_MASTER",
     "GroupChunks",
     "PutChunk",
     "check_room",
@@ -60,6 +75,10 @@ _SERVER_STRING_BYTES = 512 << 20
 _SPARE = bytes(SPARE_BYTES)
 IN_FLIGHT = 2
 """Chunks sent and not yet confirmed."""
+HEARTBEAT_SECONDS = 10.0
+"""How often a writer says that it goes on."""
+SHARDS_PER_MASTER = 4
+"""Of a cluster: a shard cannot be divided when slots are shared out anew, and each is one Lua call."""
 
 
 def write_dataset(
@@ -68,7 +87,9 @@ def write_dataset(
     *,
     overwrite: bool = False,
     chunk_bytes: int | None = None,
+    shards: int | None = None,
     progress: bool | None = None,
+    retry: RetryPolicy | None = None,
 ) -> Manifest:
     """Write rows to a server and publish them as one data set, all or nothing.
 
@@ -79,7 +100,10 @@ def write_dataset(
         overwrite: publish in place of what the name stands for now; those who have that open can read on for an hour.
         chunk_bytes: longest stretch of records in one server string, a multiple of 16; 4 MiB, or less where the
             server takes less.
+        shards: into how many shards, each of one slot of a cluster, the chunks are dealt. By default 1 on one server
+            and 4 for each master of a cluster, which cover the masters evenly. ``atomic=True`` needs 1 on a cluster.
         progress: show a progress bar; by default on a terminal only.
+        retry: how what failed is tried again; by default as the URL's ``retry_...`` options say.
 
     Returns:
         What was published.
@@ -90,9 +114,11 @@ def write_dataset(
         ServerFullError, ValueTooLargeError, ServerUnavailableError, AuthenticationError: what the server said.
             Nothing is published then, and what was staged is removed where the server can still be reached.
     """
-    server = connect(url)
+    if shards is not None and shards < 1:
+        raise ConfigurationError(f"shards must be 1 or more, got {shards}")
+    server = connect(url, retry=retry)
     try:
-        return write_rows(server, data, overwrite=overwrite, chunk_bytes=chunk_bytes, progress=progress)
+        return write_rows(server, data, overwrite=overwrite, chunk_bytes=chunk_bytes, shards=shards, progress=progress)
     finally:
         server.close()
 
@@ -103,6 +129,7 @@ def write_rows(
     *,
     overwrite: bool,
     chunk_bytes: int | None,
+    shards: int | None = None,
     progress: bool | None,
     complete: Callable[[Manifest], Manifest] | None = None,
 ) -> Manifest:
@@ -110,7 +137,7 @@ def write_rows(
 
     Args:
         server: where, and under which name.
-        data, overwrite, chunk_bytes, progress: as for `write_dataset`.
+        data, overwrite, chunk_bytes, shards, progress: as for `write_dataset`.
         complete: gets the manifest when every chunk is confirmed, before it is published; gives the one to publish.
     """
     name = server.url.name
@@ -128,7 +155,7 @@ def write_rows(
     schema = schema_of(first)
     if total is not None:
         check_room(server, schema, total)
-    staging = _Staging(server, name, schema, largest)
+    staging = _Staging(server, name, schema, largest, shards)
     try:
         with progress_bar(f"writing {name}", total, progress) as advance:
             for batch in _chain(first, batches):
@@ -138,17 +165,19 @@ def write_rows(
         if complete is not None:
             manifest = complete(manifest)
         persist(server)
+        confirm_chunks(server, manifest)
     except BaseException:
         staging.undo()
         raise
     try:
         publish(server, manifest, found, manifest.id)
-    except (DatasetExistsError, ServerError, AuthenticationError):
+    except (DatasetExistsError, InterruptedWriteError, ServerError, AuthenticationError):
         staging.undo()
         raise
     # After any other failure (a time-out, Ctrl-C) it may have been published, or may yet be: its chunks stay, and
     # unless it was, the staged entry tells of them.
     persist(server)
+    confirm_published(server, manifest, lambda: publish(server, manifest, found, manifest.id))
     if found is not None:
         collect(server, name)
     return manifest
@@ -203,7 +232,16 @@ def string_limit(server: Server) -> int:
             return _SERVER_STRING_BYTES
         return int(next(iter(answer.values()), _SERVER_STRING_BYTES))
 
-    return server.call("asking for proto-max-bulk-len", command)
+    return server.call("asking for proto-max-bulk-len", command, repeats=True)
+
+
+def _choose_tags(server: Server, prefix: str, shards: int | None) -> tuple[str, ...]:
+    """A hash tag for each shard."""
+    cluster = server.cluster()
+    if cluster is None:
+        return tuple(f"{prefix}.{shard}" for shard in range(shards or 1))
+    slots = cluster.refresh()
+    return choose_tags(slots, prefix, shards or SHARDS_PER_MASTER * len(slots.nodes))
 
 
 def check_room(server: Server, schema: Schema, rows: int) -> None:
@@ -211,13 +249,17 @@ def check_room(server: Server, schema: Schema, rows: int) -> None:
     needed = sum(group.stride_bytes for group in schema.groups) * rows
 
     def command(client: redis.Redis) -> tuple[int, int]:
+        cluster = server.cluster()
+        clients = [client] if cluster is None else [one for _, one in cluster.masters()]
         try:
-            memory = client.info("memory")
+            memories = [one.info("memory") for one in clients]
         except redis.ResponseError:  # not every user may ask
             return 0, 0
-        return int(memory.get("maxmemory", 0)), int(memory.get("used_memory", 0))
+        limits = [int(memory.get("maxmemory", 0)) for memory in memories]
+        # A node without a limit takes what the others do not: left to the servers.
+        return (sum(limits) if all(limits) else 0), sum(int(memory.get("used_memory", 0)) for memory in memories)
 
-    limit, used = server.call("asking for its memory", command)
+    limit, used = server.call("asking for its memory", command, repeats=True)
     if limit and needed > limit - used:
         raise ServerFullError(
             f"{server.address} has maxmemory={limit} bytes of which {used} are used; this data set needs {needed} "
@@ -238,26 +280,23 @@ def persist(server: Server) -> None:
 class _Staging:
     """A write under way: chunks under a new id that nothing refers to until the manifest is published."""
 
-    def __init__(self, server: Server, name: str, schema: Schema, chunk_bytes: int) -> None:
+    def __init__(self, server: Server, name: str, schema: Schema, chunk_bytes: int, shards: int | None) -> None:
         self._server, self._name, self._schema = server, name, schema
         # Unguessable and new, so that no two writers and no two generations share a chunk's key.
         self._id = secrets.token_hex(5)
+        self._tags = _choose_tags(server, self._id, shards)
         self._layouts = tuple(
             ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
         )
         self._rows = 0
-        note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
-        self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, IN_FLIGHT)
+        self._started, self._said = time.time(), time.monotonic()
+        self._writer = ChunkWriter(server, IN_FLIGHT)
         try:
-            stage(server, name, self._id, json.dumps(note))
+            self._say()
         except BaseException:
             self._writer.close()
             raise
         self._groups = [GroupChunks(self._manifest(0, 1), number, self._put) for number in range(len(schema.groups))]
-
-    @property
-    def _tags(self) -> tuple[str, ...]:
-        return (f"{self._id}.0",)
 
     def add(self, batch: TensorDictBase) -> None:
         """Stage the rows of a batch."""
@@ -276,18 +315,29 @@ class _Staging:
             group.flush()
         self._writer.flush()
         self._writer.close()
-        return self._manifest(self._rows, 1 if found is None else found.generation + 1)
+        manifest = self._manifest(self._rows, 1 if found is None else found.generation + 1)
+        for number, group in enumerate(self._groups):
+            store_checksums(self._server, manifest, number, 0, group.checksums)
+        return replace(manifest, last_checksums=tuple(group.last_checksum for group in self._groups))
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
         del start_bytes  # every chunk is new
+        if time.monotonic() - self._said > HEARTBEAT_SECONDS:
+            self._say()
         self._writer.set(self._manifest(0, 1).chunk_key(group, chunk), parts)
+
+    def _say(self) -> None:
+        """Say that this write goes on: what is not heard of for long is collected."""
+        stage(self._server, self._name, self._id, writer_note(self._manifest(0, 1), self._started))
+        self._said = time.monotonic()
 
     def undo(self) -> None:
         """Remove what was staged, as far as the server can be reached; the staged entry tells of the rest."""
         # A chunk that is on its way when its key is removed would be there again afterwards.
         settled = self._writer.settle()
         with suppress(TDDatapipesError):
-            chunks = chunk_keys(self._manifest(self._rows_begun, 1))
+            begun = replace(self._manifest(self._rows_begun, 1), last_checksums=())
+            chunks = chunk_keys(begun)
             unstage(self._server, self._name, self._id, chunks, forget=settled)
 
     @property
@@ -322,9 +372,17 @@ class GroupChunks:
         number: the group's.
         put: sends a chunk.
         first_row: the row that comes next; the chunk it falls in may have earlier ones.
+        begun_checksum: of those.
+
+    Attributes:
+        rows: the row that comes next.
+        first_chunk: the first chunk it sends.
+        checksums: of the chunks sent, in order.
     """
 
-    def __init__(self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0) -> None:
+    def __init__(
+        self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0, begun_checksum: int = 0
+    ) -> None:
         self._number, self._put = number, put
         self._group = manifest.schema.groups[number]
         self._layout = manifest.layouts[number]
@@ -337,6 +395,14 @@ class GroupChunks:
         # Records of the chunk being filled: those it had before, and those collected since.
         self._present = first_row % self._layout.records_per_chunk
         self._filled = 0
+        self.first_chunk = first_row // self._layout.records_per_chunk * self._layout.pieces
+        self.checksums: list[int] = []
+        self._begun_checksum = begun_checksum
+
+    @property
+    def last_checksum(self) -> int:
+        """Of the last chunk there is; 0 where there is none."""
+        return self.checksums[-1] if self.checksums else self._begun_checksum
 
     def add(self, batch: TensorDictBase) -> None:
         """Pack the rows of a batch."""
@@ -364,6 +430,7 @@ class GroupChunks:
         step = self._layout.piece_bytes if self._layout.pieces > 1 else len(records)
         for piece in range(self._layout.pieces):
             part = records[piece * step : (piece + 1) * step]
+            self.checksums.append(zlib.crc32(part, self._begun_checksum if self._present else 0))
             self._put(self._number, first + piece, self._present * self._group.stride_bytes, [part, _SPARE])
         self._turn = (self._turn + 1) % len(self._buffers)
         self._present = (self._present + self._filled) % self._layout.records_per_chunk

@@ -26,8 +26,9 @@ from td_datapipes.replay.picks import Picker, Picks
 from td_datapipes.replay.ring import INDEX, WEIGHT, WRITE_NUMBER, Numbers, Ring
 from td_datapipes.schema import normalise_key
 from td_datapipes.store import ReadOptions, RowReader
+from td_datapipes.wire.cluster_reader import ClusterJob, ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault
-from td_datapipes.wire.reader import PlanReader, ReadJob, ReadStats
+from td_datapipes.wire.reader import ReadJob, ReadStats
 
 __all__ = ["BatchMaker", "Begun", "Request"]
 
@@ -65,7 +66,7 @@ class Begun:
 
     request: Request
     picks: Picks
-    arriving: tuple[ReadJob, TensorDict] | None
+    arriving: tuple[ReadJob | ClusterJob, TensorDict] | None
     random: np.random.Generator
     dialled: int
 
@@ -83,7 +84,7 @@ class BatchMaker:
         self._caller, self._opener, self._seed = caller, opener, seed
         self._picker = Picker(caller, opener)
         self._reader: RowReader | None = None
-        self._plans: PlanReader | None = None
+        self._plans: ClusterPlanReader | None = None
         self._pid = os.getpid()
         self._dialled = 0
 
@@ -107,7 +108,7 @@ class BatchMaker:
             self._dialled += 1
         return Begun(request=request, picks=picks, arriving=arriving, random=random, dialled=self._dialled)
 
-    def _readers(self, ring: Ring) -> tuple[RowReader, PlanReader]:
+    def _readers(self, ring: Ring) -> tuple[RowReader, ClusterPlanReader]:
         fresh = self._pid == os.getpid() and self._reader is not None and self._reader.manifest.id == ring.manifest.id
         if not fresh or self._reader is None or self._plans is None:
             self._pid = os.getpid()
