@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from td_datapipes.placement import Placement
     from td_datapipes.redis_tensordict import RedisTensorDict
     from td_datapipes.replay import RedisReplayBuffer
+    from td_datapipes.transfer import TransferStats, recv_dtensors, send_dtensors
+    from td_datapipes.transfer_plan import plan_transfer
     from td_datapipes.writer import write_dataset
 
 __all__ = [
@@ -37,8 +39,12 @@ __all__ = [
     "RedisTDMixture",
     "RedisTDReader",
     "RedisTensorDict",
+    "TransferStats",
     "append_dataset",
     "convert",
+    "plan_transfer",
+    "recv_dtensors",
+    "send_dtensors",
     "write_dataset",
 ]
 
@@ -52,8 +58,12 @@ _HOMES = {
     "RedisTDMixture": "td_datapipes.mixture",
     "RedisTDReader": "td_datapipes.nodes",
     "RedisTensorDict": "td_datapipes.redis_tensordict",
+    "TransferStats": "td_datapipes.transfer",
     "append_dataset": "td_datapipes.appender",
     "convert": "td_datapipes.conversion",
+    "plan_transfer": "td_datapipes.transfer_plan",
+    "recv_dtensors": "td_datapipes.transfer",
+    "send_dtensors": "td_datapipes.transfer",
     "write_dataset": "td_datapipes.writer",
 }
 

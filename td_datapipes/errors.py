@@ -18,6 +18,7 @@ __all__ = [
     "FieldNotFoundError",
     "InterruptedWriteError",
     "NotEnoughRowsError",
+    "PeerError",
     "PeerTimeoutError",
     "PickledValueError",
     "ProtocolError",
@@ -74,6 +75,10 @@ class ValueTooLargeError(ServerError):
 
 class ProtocolError(TDDatapipesError, RuntimeError):
     """The peer sent bytes that are no reply to what was asked; the connection has been dropped."""
+
+
+class PeerError(TDDatapipesError, RuntimeError):
+    """Another rank failed or stopped, and the message says which and why."""
 
 
 class PeerTimeoutError(TDDatapipesError, TimeoutError):

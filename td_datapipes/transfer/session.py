@@ -1,0 +1,354 @@
+"""Rounds of a transfer: all ranks meet, agree on what is to move, and move it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.distributed.device_mesh import DeviceMesh
+
+from td_datapipes.errors import ConfigurationError, PeerTimeoutError, ProtocolError
+from td_datapipes.transfer.agreement import Agreement, agree
+from td_datapipes.transfer.board import Board, describe_error, rebuild_error
+from td_datapipes.transfer.carry import Carrier
+from td_datapipes.transfer.contents import Contents, build, decode_values, encode_values
+from td_datapipes.transfer.declaration import Declaration, Strategy, Wanted
+from td_datapipes.transfer.link import Hello, Link, Status
+from td_datapipes.transfer.messages import Program, program_of
+
+__all__ = ["Received", "Session", "TransferStats"]
+
+_MOST_AGREEMENTS = 64
+
+
+@dataclass(kw_only=True)
+class TransferStats:
+    """What transfers cost this rank; pass one to count into.
+
+    Attributes:
+        strategy: the one last used.
+        transfers: finished.
+        sent_bytes: of tensors, to other ranks. What a rank keeps of its own is not in it.
+        received_bytes: of tensors, from other ranks.
+        sent_messages: that carried tensors.
+        agreements: how often the fields were described anew; once for each schema.
+    """
+
+    strategy: str = ""
+    transfers: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_messages: int = 0
+    agreements: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """One batch that has arrived on a rank, before DTensors are made of it.
+
+    Attributes:
+        agreement: of its transfer.
+        tensors: the local tensor of each field.
+        values: the non-tensor leaves, encoded.
+        states: what each sender said with it, by rank.
+    """
+
+    agreement: Agreement
+    tensors: Sequence[torch.Tensor]
+    values: Any
+    states: Mapping[int, Any]
+
+    def build(self, mesh: DeviceMesh | None) -> TensorDict:
+        """The TensorDict; a collective of the mesh where `redistribute` has to change placements."""
+        return build(self.agreement, self.tensors, decode_values(self.values), mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    agreement: Agreement
+    program: Program
+
+
+@dataclass(kw_only=True)
+class _Said:
+    """This rank's declaration of the last schema."""
+
+    signature: object = None
+    text: bytes = b""
+    digest: bytes = bytes(16)
+    declaration: Declaration | None = field(default=None)
+
+
+class Session:
+    """What one rank and its peers remember from transfer to transfer.
+
+    Args:
+        group: moves the bytes.
+        src: the senders' ranks.
+        dst: the receivers' ranks.
+        name: of this session, the same on all ranks and of no other of the group.
+        stats: counted into.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, src: Sequence[int], dst: Sequence[int], name: str, stats: TransferStats
+    ) -> None:
+        self.src, self.dst = tuple(src), tuple(dst)
+        self.link = Link(group, {*src, *dst})
+        self.stats = stats
+        self._group = group
+        self._name = name
+        self._carrier = Carrier(self.link)
+        self._number = 0
+        self._agreed: dict[object, _Agreed] = {}
+        self._said = _Said()
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is among the senders."""
+        return self.link.rank in self.src
+
+    @property
+    def receives(self) -> bool:
+        """Whether this rank is among the receivers."""
+        return self.link.rank in self.dst
+
+    @property
+    def board(self) -> Board:
+        """Where the first rank to fail in this round says so."""
+        return Board(self._group, f"{self._name}/{self._number}")
+
+    def meet(
+        self,
+        status: Status,
+        deadline: float,
+        *,
+        text: bytes = b"",
+        digest: bytes = bytes(16),
+        notes: bytes = b"",
+        values: int = 0,
+    ) -> dict[int, Hello]:
+        """Come to a round, and wait until all have.
+
+        Returns:
+            What every rank says, this one's too.
+
+        Raises:
+            PeerTimeoutError: a rank did not come in time, or is gone.
+            ProtocolError: a rank is at another round.
+            TDDatapipesError: what another rank came to say that it met.
+        """
+        hello = Hello(
+            status=status,
+            number=self._number,
+            digest=digest,
+            text_bytes=len(text),
+            notes_bytes=len(notes),
+            values=values,
+        )
+        hellos = self.link.greet(hello, deadline, f"transfer {self._number}: meeting the other ranks, messages")
+        odd = next((rank for rank, other in sorted(hellos.items()) if other.number != self._number), None)
+        if odd is not None:
+            raise ProtocolError(
+                f"rank {odd} is at transfer {hellos[odd].number} of the ranks {self.src} to {self.dst}, rank "
+                f"{self.link.rank} at {self._number}: after a failure make new groups, and let all ranks make the "
+                f"same calls"
+            )
+        self._number += 1
+        failed = [rank for rank, other in sorted(hellos.items()) if other.status is Status.ERROR]
+        if failed:
+            texts = self.spread(text, {rank: hellos[rank].text_bytes for rank in failed}, deadline)
+            others = [rank for rank in failed if rank != self.link.rank]
+            if status is not Status.ERROR:
+                raise rebuild_error(others[0], texts[others[0]].decode(errors="replace"))
+        return hellos
+
+    def spread(self, text: bytes, sizes: Mapping[int, int], deadline: float) -> dict[int, bytes]:
+        """Everyone's text, of those that have one; all ranks call this.
+
+        Args:
+            text: of this rank.
+            sizes: by rank, of those that send theirs.
+            deadline: on `time.monotonic`'s clock.
+        """
+        mine = self.link.rank in sizes
+        outgoing = dict.fromkeys(self.link.peers, text) if mine else {}
+        incoming = {rank: size for rank, size in sizes.items() if rank != self.link.rank}
+        found = self.link.swap(outgoing, incoming, deadline, "describing the transfer, messages")
+        return found | ({self.link.rank: text} if mine else {})
+
+    def fail(self, error: BaseException, timeout_seconds: float) -> None:
+        """Tell all others at the next round that this rank cannot come, and why."""
+        try:
+            self.meet(Status.ERROR, time.monotonic() + timeout_seconds, text=describe_error(error).encode())
+        except Exception as other:
+            # They have their own troubles; this rank's is what its caller is told.
+            error.add_note(f"the other ranks could not be told: {other}")
+
+    def declare(
+        self, contents: Contents | None, wanted: Wanted | None, strategy: Strategy, expected: object = None
+    ) -> None:
+        """Say what the next transfer is to be, on this rank.
+
+        Args:
+            contents: what it sends.
+            wanted: what the receivers want, as far as this rank knows.
+            strategy: asked for.
+            expected: what else a new declaration depends on.
+        """
+        signature = (None if contents is None else contents.signature, wanted, strategy, expected)
+        if self._said.declaration is not None and signature == self._said.signature:
+            return
+        declaration = Declaration(
+            src=self.src,
+            dst=self.dst,
+            strategy=strategy,
+            sent=None if contents is None else contents.describe(),
+            wanted=wanted,
+        )
+        text = declaration.to_json()
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        self._said = _Said(signature=signature, text=text, digest=digest, declaration=declaration)
+
+    def transfer(
+        self,
+        contents: Contents | None,
+        timeout_seconds: float,
+        *,
+        state: Any = None,
+        before: Callable[[Mapping[int, Hello]], bool] | None = None,
+    ) -> Received | None:
+        """One round that moves what was declared.
+
+        Args:
+            contents: what this rank sends; None on one that only receives.
+            timeout_seconds: for each of: meeting, and moving the bytes.
+            state: what a sender tells the receivers with it, as JSON can hold it.
+            before: looks at what all ranks came for, and says whether anything moves.
+
+        Returns:
+            What arrived; None on a rank that only sends, and where nothing moved.
+
+        Raises:
+            PeerTimeoutError, ProtocolError, TDDatapipesError: as `meet`.
+            ConfigurationError: what the ranks declared does not fit together: the same on all of them.
+        """
+        notes, digest_of_values = self._notes(contents, state)
+        said, board = self._said, self.board
+        try:
+            deadline = time.monotonic() + timeout_seconds
+            hellos = self.meet(
+                Status.DATA, deadline, text=said.text, digest=said.digest, notes=notes, values=digest_of_values
+            )
+            if before is not None and not before(hellos):
+                return None
+            agreed = self._agree(hellos, deadline)
+            self._require_same_values(hellos)
+            return self._move(agreed, contents, notes, hellos, time.monotonic() + timeout_seconds)
+        except PeerTimeoutError as error:
+            raise self._explained(error, board) from error
+        except Exception as error:
+            board.tell(self.link.rank, error)
+            raise
+
+    def _explained(self, error: PeerTimeoutError, board: Board) -> PeerTimeoutError:
+        """The error together with what the first rank to fail said; this one says it where it is the first."""
+        board.tell(self.link.rank, error)
+        note = board.read()
+        if note is None or note[0] == self.link.rank:
+            return error
+        return PeerTimeoutError(f"{error}. Rank {note[0]} was the first to fail: {note[1]}")
+
+    def _notes(self, contents: Contents | None, state: Any) -> tuple[bytes, int]:
+        if contents is None:
+            return b"", 0
+        encoded, digest = encode_values(contents.values)
+        # All senders hold the same values, so one of them sends them.
+        values = encoded if self.link.rank == self.src[0] else None
+        if values is None and state is None:
+            return b"", digest
+        return json.dumps([values, state], separators=(",", ":")).encode(), digest
+
+    def _require_same_values(self, hellos: Mapping[int, Hello]) -> None:
+        first = self.src[0]
+        for rank in self.src:
+            if hellos[rank].values != hellos[first].values:
+                raise ConfigurationError(
+                    f"the senders hold different non-tensor values: rank {rank}'s are not those of rank {first}; what "
+                    f"differs from rank to rank has to be a tensor, or left out"
+                )
+
+    def _agree(self, hellos: Mapping[int, Hello], deadline: float) -> _Agreed:
+        """What these declarations come to. Every rank has met the same ones before, so all look up or all swap."""
+        digests = tuple((rank, hellos[rank].digest) for rank in sorted(hellos))
+        found = self._agreed.get(digests)
+        if found is None:
+            sizes = {rank: hello.text_bytes for rank, hello in hellos.items()}
+            texts = self.spread(self._said.text, sizes, deadline)
+            for rank, text in texts.items():
+                if hashlib.blake2b(text, digest_size=16).digest() != hellos[rank].digest:
+                    raise ProtocolError(f"the description that rank {rank} sent is not the one it announced")
+            agreement = agree({rank: Declaration.from_json(text, rank) for rank, text in texts.items()})
+            found = _Agreed(agreement=agreement, program=program_of(agreement, self.link.rank))
+            if len(self._agreed) == _MOST_AGREEMENTS:
+                del self._agreed[next(iter(self._agreed))]
+            self._agreed[digests] = found
+            self.stats.agreements += 1
+        return found
+
+    def _move(
+        self,
+        agreed: _Agreed,
+        contents: Contents | None,
+        notes: bytes,
+        hellos: Mapping[int, Hello],
+        deadline: float,
+    ) -> Received | None:
+        agreement, program = agreed.agreement, agreed.program
+        told = self.hand_over(notes, hellos, deadline)
+        sources = [] if contents is None else contents.sources(agreement, self.link.device)
+        targets = self._carrier.new_targets(agreement, program) if self.receives else []
+        self._carrier.carry(agreement, program, sources, targets, deadline)
+        self._count(agreement, program)
+        if not self.receives:
+            return None
+        return Received(
+            agreement=agreement,
+            tensors=targets,
+            values=told.get(self.src[0], (None, None))[0],
+            states={rank: state for rank, (_, state) in told.items() if state is not None},
+        )
+
+    def hand_over(self, notes: bytes, hellos: Mapping[int, Hello], deadline: float) -> dict[int, tuple[Any, Any]]:
+        """What the senders tell the receivers: (non-tensor values, state) by sender; empty on a pure sender."""
+        outgoing = dict.fromkeys((rank for rank in self.dst if rank != self.link.rank), notes) if self.sends else {}
+        incoming = {}
+        if self.receives:
+            incoming = {rank: hellos[rank].notes_bytes for rank in self.src if rank != self.link.rank}
+        told = self.link.swap(outgoing, incoming, deadline, "non-tensor values and states, messages")
+        if self.sends and self.receives:
+            told[self.link.rank] = notes
+        return {rank: _parse_notes(rank, text) for rank, text in told.items() if text}
+
+    def _count(self, agreement: Agreement, program: Program) -> None:
+        stats = self.stats
+        stats.strategy = agreement.strategy
+        stats.transfers += 1
+        stats.sent_bytes += program.sent_bytes
+        stats.received_bytes += program.received_bytes
+        stats.sent_messages += sum(len(stage.sends) for stage in program.stages)
+
+
+def _parse_notes(rank: int, text: bytes) -> tuple[Any, Any]:
+    try:
+        values, state = json.loads(text)
+    except ValueError as error:
+        raise ProtocolError(f"rank {rank} sent notes that are no JSON: {error}") from error
+    return values, state
