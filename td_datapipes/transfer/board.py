@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from td_datapipes import errors
 from td_datapipes.errors import PeerError, TDDatapipesError

@@ -120,3 +120,141 @@ def require_planned(
 def shard_bytes(whole: torch.Tensor, side: ShardSpec, rank: int) -> int:
     """Of a rank's shard."""
     return int(np.prod([stop - start for start, stop in side.box(whole.shape, rank)])) * whole.dtype.itemsize
+
+
+def long_slices(src_ranks: Ranks, dst_ranks: Ranks, strategy: str) -> None:
+    """Slices beyond the staging memory: one stretch, many stretches, uneven ones, fields of several sizes together."""
+    src, dst = mesh_of(src_ranks), mesh_of(dst_ranks)
+    generator = torch.Generator().manual_seed(1)
+    wholes = {
+        "rows": random_tensor((1201, 3001), torch.int32, generator),
+        "lines": random_tensor((7, 1 << 20), torch.int16, generator),
+        "boxes": random_tensor((3, 50, 4001), torch.complex128, generator),
+        "bytes": random_tensor((70_001,), torch.uint8, generator),
+        "few": random_tensor((5,), torch.float64, generator),
+    }
+    ours, theirs = [R] * (src.ndim - 1), [R] * (dst.ndim - 1)
+    for held, wanted in itertools.product([S0, S1, R], repeat=2):
+        placements = {name: wanted if value.ndim > 1 else S0 for name, value in wholes.items()}
+        td = None
+        if is_in(src):
+            td = TensorDict({k: placed(v, src, [*ours, held if v.ndim > 1 else S0]) for k, v in wholes.items()})
+        asked = {name: (*theirs, placement) for name, placement in placements.items()}
+        got = move(td, src, dst, asked, strategy=strategy)
+        if got is not None:
+            for name, whole in wholes.items():
+                require_placed(got[name], whole, dst, asked[name], (name, held, wanted))
+
+
+def a_tree(generator: torch.Generator) -> TensorDict:
+    """Nested nodes with batch dims and names, plain dtypes, per-row and common values; all whole."""
+    td = TensorDict(
+        {
+            "tokens": random_tensor((5, 8), torch.int16, generator),
+            "a.b": random_tensor((5,), torch.bool, generator),
+            "a": {"b": random_tensor((5, 3), torch.float8_e4m3fn, generator)},
+            "empty": TensorDict({}, [5]),
+        },
+        [5],
+        names=["row"],
+    )
+    inner = TensorDict({"z": random_tensor((5, 4, 2), torch.bfloat16, generator)}, [5, 4], names=["row", "step"])
+    td["deep"] = TensorDict({"er": inner}, [5])
+    return td
+
+
+def tree(src_ranks: Ranks, dst_ranks: Ranks, strategy: str) -> str:
+    """A batch of all kinds of leaves; returns the strategy that was used."""
+    src, dst, stats = mesh_of(src_ranks), mesh_of(dst_ranks), TransferStats()
+    whole, td = a_tree(torch.Generator().manual_seed(2)), None
+    if is_in(src):
+        td = whole.clone()
+        for key in [("tokens",), ("a", "b"), ("deep", "er", "z")]:
+            td[key] = placed(whole[key], src, (S0,))
+        td["source"] = NonTensorData({"url": "web", "parts": [1, 2.5, None, True]}, batch_size=[5])
+        td["a", "names"] = NonTensorStack(*[NonTensorData(f"row {row}") for row in range(5)])
+    wanted = {("deep", "er"): (S1,), "tokens": (S0,), "a": (R,)}
+    got = move(td, src, dst, wanted, strategy=strategy, stats=stats)
+    if got is None:
+        return stats.strategy
+    require_placed(got["tokens"], whole["tokens"], dst, (S0,), "tokens")
+    require_placed(got["a", "b"], whole["a", "b"], dst, (R,), "a")
+    require_placed(got["deep", "er", "z"], whole["deep", "er", "z"], dst, (S1,), "z")
+    assert type(got["a.b"]) is torch.Tensor
+    assert bytes_of(got["a.b"]) == bytes_of(whole["a.b"])
+    assert (got.batch_size, got.names) == ((5,), ["row"])
+    assert (got["deep", "er"].batch_size, got["deep", "er"].names) == ((5, 4), ["row", "step"])
+    assert (got["empty"].batch_size, got["empty"].is_empty()) == ((5,), True)
+    assert got["source"] == {"url": "web", "parts": [1, 2.5, None, True]}
+    assert got["a", "names"] == [f"row {row}" for row in range(5)]
+    return stats.strategy
+
+
+def tree_without_mesh(src_ranks: Ranks, receiver: int) -> str:
+    """One receiver that has no mesh gets whole tensors."""
+    src, stats = mesh_of(src_ranks), TransferStats()
+    whole = a_tree(torch.Generator().manual_seed(2))
+    if is_in(src):
+        td = whole.clone()
+        td["tokens"] = placed(whole["tokens"], src, (S1,))
+        assert send_dtensors(td, receiver, stats=stats) is None
+    if dist.get_rank() == receiver:
+        got = recv_dtensors(src_ranks, stats=stats)
+        for key in whole.keys(True, True):
+            assert type(got.get(key)) is torch.Tensor
+            assert bytes_of(got.get(key)) == bytes_of(whole.get(key)), key
+    return stats.strategy
+
+
+def odd_placements() -> list[str]:
+    """Sums that are still to be made, and the placement of FSDP over tensor parallel; returns what auto chose."""
+    pair, other, chosen = mesh_of([0, 1]), mesh_of([2, 3]), []
+    parts = DTensor.from_local(torch.arange(6.0).reshape(3, 2) + dist.get_rank(), pair, [Partial()], run_check=False)
+    summed = 2 * torch.arange(6.0).reshape(3, 2) + 1
+    for strategy in ("auto", "materialize"):
+        stats = TransferStats()
+        td = TensorDict({"x": parts}) if is_in(pair) else None
+        got = move(td, pair, other, (S0,), strategy=strategy, stats=stats)
+        if got is not None:
+            require_placed(got["x"], summed, other, (S0,), strategy)
+        chosen.append(stats.strategy)
+    return [*chosen, _strided()]
+
+
+def _strided() -> str:
+    square, line, stats = mesh_of([[0, 1], [2, 3]]), mesh_of([3, 2, 1, 0]), TransferStats()
+    whole = torch.arange(16, dtype=torch.int16).reshape(8, 2)
+    strided = [_StridedShard(0, split_factor=2), Shard(0)]
+    row, column = square.get_coordinate() or (0, 0)
+    # Cut over the second axis first, then over the first.
+    local = whole[4 * column + 2 * row : 4 * column + 2 * row + 2].clone()
+    value = DTensor.from_local(local, square, strided, run_check=False, shape=whole.shape, stride=(2, 1))
+    got = send_dtensors(TensorDict({"w": value}), line, placements=(S1,), stats=stats)
+    assert got is not None
+    require_placed(got["w"], whole, line, (S1,), "strided")
+    return stats.strategy
+
+
+def many_batches(src_ranks: Ranks, dst_ranks: Ranks) -> int:
+    """Ten batches of two shapes by turns; returns how often the fields were described."""
+    src, dst, stats = mesh_of(src_ranks), mesh_of(dst_ranks), TransferStats()
+    for number in range(10):
+        whole = torch.arange(6 + number % 2) + 100 * number
+        got = move(TensorDict({"x": placed(whole, src, (S0,))}) if is_in(src) else None, src, dst, (S0,), stats=stats)
+        if got is not None:
+            require_placed(got["x"], whole, dst, (S0,), number)
+    assert stats.transfers == 10
+    return stats.agreements
+
+
+def count_messages(src_ranks: Ranks, dst_ranks: Ranks) -> int:
+    """How many messages carry 20 small fields and a long one."""
+    src, dst, stats = mesh_of(src_ranks), mesh_of(dst_ranks), TransferStats()
+    wholes = {f"f{number}": torch.arange(768.0) + number for number in range(20)}
+    wholes["long"] = torch.arange(24576 * 2.0)
+    td = TensorDict({key: placed(whole, src, (S0,)) for key, whole in wholes.items()}) if is_in(src) else None
+    got = move(td, src, dst, (S0,), stats=stats)
+    for key, whole in wholes.items():
+        if got is not None:
+            require_placed(got[key], whole, dst, (S0,), key)
+    return stats.sent_messages
