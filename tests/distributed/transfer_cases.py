@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from placement_cases import R
+from placement_cases import S0, S1, R
 from rows_in_memory import ALL_DTYPES, bytes_of, random_tensor
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from td_datapipes import TransferStats, plan_transfer, recv_dtensors, send_dtensors
 from td_datapipes.mesh import MeshSpec, local_box
