@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from td_datapipes.placement import Placement
     from td_datapipes.redis_tensordict import RedisTensorDict
     from td_datapipes.replay import RedisReplayBuffer
+    from td_datapipes.shard_loop import ShardReceiver, ShardSender
     from td_datapipes.transfer import TransferStats, recv_dtensors, send_dtensors
     from td_datapipes.transfer_plan import plan_transfer
     from td_datapipes.writer import write_dataset
@@ -39,6 +40,8 @@ __all__ = [
     "RedisTDMixture",
     "RedisTDReader",
     "RedisTensorDict",
+    "ShardReceiver",
+    "ShardSender",
     "TransferStats",
     "append_dataset",
     "convert",
@@ -58,6 +61,8 @@ _HOMES = {
     "RedisTDMixture": "td_datapipes.mixture",
     "RedisTDReader": "td_datapipes.nodes",
     "RedisTensorDict": "td_datapipes.redis_tensordict",
+    "ShardReceiver": "td_datapipes.shard_loop",
+    "ShardSender": "td_datapipes.shard_loop",
     "TransferStats": "td_datapipes.transfer",
     "append_dataset": "td_datapipes.appender",
     "convert": "td_datapipes.conversion",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 
-from td_datapipes.errors import ConfigurationError, PeerTimeoutError, ProtocolError
+from td_datapipes.errors import ConfigurationError, PeerTimeoutError, ProtocolError, TDDatapipesError
 from td_datapipes.transfer.agreement import Agreement, agree
 from td_datapipes.transfer.board import Board, describe_error, rebuild_error
 from td_datapipes.transfer.carry import Carrier
@@ -23,7 +23,7 @@ from td_datapipes.transfer.declaration import Declaration, Strategy, Wanted
 from td_datapipes.transfer.link import Hello, Link, Status
 from td_datapipes.transfer.messages import Program, program_of
 
-__all__ = ["Received", "Session", "TransferStats"]
+__all__ = ["Outcome", "Received", "Session", "TransferStats"]
 
 _MOST_AGREEMENTS = 64
 
@@ -71,6 +71,24 @@ class Received:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a round came to.
+
+    Attributes:
+        status: ``DATA`` where tensors moved, ``END`` where the senders ended an epoch, ``CLOSE`` where a rank ended it
+            all, ``BUSY`` where this rank asked for more time.
+        received: the batch, on a receiver.
+        states: what each sender said at the end of an epoch, by rank.
+        closed_by: the first rank that ended it all.
+    """
+
+    status: Status
+    received: Received | None = None
+    states: Mapping[int, Any] = field(default_factory=dict)
+    closed_by: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Agreed:
     agreement: Agreement
     program: Program
@@ -95,16 +113,25 @@ class Session:
         dst: the receivers' ranks.
         name: of this session, the same on all ranks and of no other of the group.
         stats: counted into.
+        ends_at_failure: whether a failure ends the session, or only the round.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, src: Sequence[int], dst: Sequence[int], name: str, stats: TransferStats
+        self,
+        group: dist.ProcessGroup,
+        src: Sequence[int],
+        dst: Sequence[int],
+        name: str,
+        stats: TransferStats,
+        *,
+        ends_at_failure: bool = False,
     ) -> None:
         self.src, self.dst = tuple(src), tuple(dst)
         self.link = Link(group, {*src, *dst})
         self.stats = stats
         self._group = group
         self._name = name
+        self._ends_at_failure = ends_at_failure
         self._carrier = Carrier(self.link)
         self._number = 0
         self._agreed: dict[object, _Agreed] = {}
@@ -122,8 +149,8 @@ class Session:
 
     @property
     def board(self) -> Board:
-        """Where the first rank to fail in this round says so."""
-        return Board(self._group, f"{self._name}/{self._number}")
+        """Where the first rank to fail says so."""
+        return Board(self._group, self._name if self._ends_at_failure else f"{self._name}/{self._number}")
 
     def meet(
         self,
@@ -217,46 +244,72 @@ class Session:
         digest = hashlib.blake2b(text, digest_size=16).digest()
         self._said = _Said(signature=signature, text=text, digest=digest, declaration=declaration)
 
-    def transfer(
-        self,
-        contents: Contents | None,
-        timeout_seconds: float,
-        *,
-        state: Any = None,
-        before: Callable[[Mapping[int, Hello]], bool] | None = None,
-    ) -> Received | None:
-        """One round that moves what was declared.
+    def transfer(self, contents: Contents | None, timeout_seconds: float) -> Received | None:
+        """One round that moves what was declared. Arguments and errors as `round`.
+
+        Returns:
+            What arrived; None on a rank that only sends.
+        """
+        outcome = self.round(Status.DATA, contents, timeout_seconds)
+        if outcome.status is not Status.DATA:
+            raise ProtocolError(f"rank {outcome.closed_by} runs a loop of transfers, this rank sends or receives once")
+        return outcome.received
+
+    def round(self, status: Status, contents: Contents | None, timeout_seconds: float, *, state: Any = None) -> Outcome:
+        """Meet, and do what all have come for.
 
         Args:
+            status: what this rank comes for. Receivers come for ``DATA``, whatever the senders bring; a round in which
+                some rank is ``BUSY`` is repeated by the others.
             contents: what this rank sends; None on one that only receives.
             timeout_seconds: for each of: meeting, and moving the bytes.
             state: what a sender tells the receivers with it, as JSON can hold it.
-            before: looks at what all ranks came for, and says whether anything moves.
-
-        Returns:
-            What arrived; None on a rank that only sends, and where nothing moved.
 
         Raises:
             PeerTimeoutError, ProtocolError, TDDatapipesError: as `meet`.
             ConfigurationError: what the ranks declared does not fit together: the same on all of them.
         """
-        notes, digest_of_values = self._notes(contents, state)
+        notes, values = self._notes(contents, state)
         said, board = self._said, self.board
         try:
-            deadline = time.monotonic() + timeout_seconds
-            hellos = self.meet(
-                Status.DATA, deadline, text=said.text, digest=said.digest, notes=notes, values=digest_of_values
-            )
-            if before is not None and not before(hellos):
-                return None
-            agreed = self._agree(hellos, deadline)
-            self._require_same_values(hellos)
-            return self._move(agreed, contents, notes, hellos, time.monotonic() + timeout_seconds)
+            while True:
+                deadline = time.monotonic() + timeout_seconds
+                hellos = self.meet(status, deadline, text=said.text, digest=said.digest, notes=notes, values=values)
+                if all(hello.status is not Status.BUSY for hello in hellos.values()):
+                    break
+                if status is Status.BUSY:
+                    return Outcome(status=status)
+            return self._settle(hellos, contents, notes, timeout_seconds)
         except PeerTimeoutError as error:
             raise self._explained(error, board) from error
+        except TDDatapipesError:
+            # What the ranks said to one another: all of them raise it in this round.
+            raise
         except Exception as error:
             board.tell(self.link.rank, error)
             raise
+
+    def _settle(
+        self, hellos: Mapping[int, Hello], contents: Contents | None, notes: bytes, timeout_seconds: float
+    ) -> Outcome:
+        deadline = time.monotonic() + timeout_seconds
+        by_status = {status: [rank for rank in sorted(hellos) if hellos[rank].status is status] for status in Status}
+        if closed := by_status[Status.CLOSE]:
+            return Outcome(status=Status.CLOSE, closed_by=closed[0])
+        if started := by_status[Status.START]:
+            raise ProtocolError(f"rank {started[0]} starts anew, and others are in the midst of it; start all of them")
+        if ended := by_status[Status.END]:
+            going_on = [rank for rank in self.src if hellos[rank].status is not Status.END]
+            if going_on:
+                raise ConfigurationError(
+                    f"rank {ended[0]} has come to the end of its epoch, and rank {going_on[0]} sends another batch; "
+                    f"give all loader ranks as many batches (drop_last=True, or padded rows)"
+                )
+            told = self.hand_over(notes, hellos, deadline)
+            return Outcome(status=Status.END, states={rank: state for rank, (_, state) in told.items()})
+        agreed = self._agree(hellos, deadline)
+        self._require_same_values(hellos)
+        return Outcome(status=Status.DATA, received=self._move(agreed, contents, notes, hellos, deadline))
 
     def _explained(self, error: PeerTimeoutError, board: Board) -> PeerTimeoutError:
         """The error together with what the first rank to fail said; this one says it where it is the first."""
@@ -267,9 +320,7 @@ class Session:
         return PeerTimeoutError(f"{error}. Rank {note[0]} was the first to fail: {note[1]}")
 
     def _notes(self, contents: Contents | None, state: Any) -> tuple[bytes, int]:
-        if contents is None:
-            return b"", 0
-        encoded, digest = encode_values(contents.values)
+        encoded, digest = encode_values({} if contents is None else contents.values)
         # All senders hold the same values, so one of them sends them.
         values = encoded if self.link.rank == self.src[0] else None
         if values is None and state is None:

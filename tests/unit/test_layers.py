@@ -63,6 +63,7 @@ LAYERS = (
     "collate",
     "dtensor_collate",
     "transfer",
+    "shard_loop",
     "replay",
     "torchrl",
     "ingest",
