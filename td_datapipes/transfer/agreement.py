@@ -47,6 +47,14 @@ class Agreement:
     fields: tuple[AgreedField, ...]
     nodes: tuple[NodeSpec, ...]
 
+    @property
+    def redistributes(self) -> bool:
+        """Whether the receivers change placements among themselves, by a collective."""
+        everywhere = (Replicate(),) * self.dst.ndim
+        return self.strategy == "redistribute" and any(
+            (field.spec.placements or everywhere) != (field.wanted or everywhere) for field in self.fields
+        )
+
 
 def agree(declared: Mapping[int, Declaration]) -> Agreement:
     """What to do.

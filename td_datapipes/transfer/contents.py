@@ -31,13 +31,15 @@ class Contents:
 
     Attributes:
         tensors: the leaves.
-        values: the non-tensor leaves.
+        values: the non-tensor leaves as JSON can hold them; None where there are none.
+        values_digest: of those.
         nodes: the tree, parents before children.
         mesh: of the DTensors; the one given where there are none.
     """
 
     tensors: Mapping[Key, torch.Tensor]
-    values: Mapping[Key, Any]
+    values: list[Any] | None
+    values_digest: int
     nodes: tuple[NodeSpec, ...]
     mesh: DeviceMesh | MeshSpec
 
@@ -51,7 +53,7 @@ class Contents:
             rank: this one.
 
         Raises:
-            SchemaError: a leaf that has no plain bytes.
+            SchemaError: a leaf that has no plain bytes, or a value that JSON would not give back as it was.
             ConfigurationError: DTensors of several meshes, or of another one than `mesh`.
         """
         if not isinstance(td, TensorDictBase):
@@ -72,7 +74,14 @@ class Contents:
                     )
                 found = value.device_mesh
         alone = MeshSpec.from_ranks([rank])
-        return cls(tensors=tensors, values=values, nodes=tuple(nodes), mesh=alone if found is None else found)
+        encoded, digest = encode_values(values)
+        return cls(
+            tensors=tensors,
+            values=encoded,
+            values_digest=digest,
+            nodes=tuple(nodes),
+            mesh=alone if found is None else found,
+        )
 
     @cached_property
     def signature(self) -> object:

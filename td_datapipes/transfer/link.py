@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,16 +130,35 @@ class Link:
             )
         self.device = torch.device("cpu") if _moves_cpu_tensors(group) else torch.device("cuda")
 
-    def greet(self, hello: Hello, deadline: float, doing: str) -> dict[int, Hello]:
-        """Every rank's hello, this one's too. All ranks call this.
+    def greet(
+        self, hello: Hello, deadline: float, doing: str, among: Collection[int] | None = None
+    ) -> dict[int, Hello]:
+        """Every rank's hello, this one's too. All ranks call this, or all of those it is among.
 
         Raises:
             PeerTimeoutError: a rank did not come in time, or is gone.
             ProtocolError: a rank sent something else.
         """
-        data = hello.pack()
-        arrived = self.swap(dict.fromkeys(self.peers, data), dict.fromkeys(self.peers, len(data)), deadline, doing)
-        return {self.rank: hello} | {rank: Hello.unpack(text, rank) for rank, text in arrived.items()}
+        peers = [peer for peer in self.peers if among is None or peer in among]
+        data = self._tensor(hello.pack())
+        buffers = {peer: torch.empty_like(data) for peer in peers}
+        sends = [Operation(peer=peer, sends=True, data=data, what=lambda: doing) for peer in peers]
+        recvs = [Operation(peer=peer, sends=False, data=buffers[peer], what=lambda: doing) for peer in peers]
+        begun = self.post(recvs + sends, deadline)
+        failed: Exception | None = None
+        try:
+            self.finish(begun[: len(peers)], deadline)
+            found = {peer: Hello.unpack(data.cpu().numpy().tobytes(), peer) for peer, data in buffers.items()}
+        except (PeerTimeoutError, ProtocolError) as error:
+            failed = error
+        try:
+            self.finish(begun[len(peers) :], deadline)
+        except PeerTimeoutError as error:
+            # Who sent something else does not take this rank's hello either: the former says more.
+            failed = failed or error
+        if failed is not None:
+            raise failed
+        return {self.rank: hello} | found
 
     def swap(
         self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], deadline: float, doing: str
@@ -159,14 +178,14 @@ class Link:
         # One copy of what goes to many.
         texts = {data: self._tensor(data) for data in set(outgoing.values()) if data}
         operations = [
-            Operation(peer=peer, sends=True, data=texts[data], what=lambda: doing)
-            for peer, data in outgoing.items()
-            if data
-        ]
-        operations += [
             Operation(peer=peer, sends=False, data=data, what=lambda: doing)
             for peer, data in buffers.items()
             if len(data)
+        ]
+        operations += [
+            Operation(peer=peer, sends=True, data=texts[data], what=lambda: doing)
+            for peer, data in outgoing.items()
+            if data
         ]
         self.finish(self.post(operations, deadline), deadline)
         return {peer: data.cpu().numpy().tobytes() for peer, data in buffers.items()}

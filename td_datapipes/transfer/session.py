@@ -18,7 +18,7 @@ from td_datapipes.errors import ConfigurationError, PeerTimeoutError, ProtocolEr
 from td_datapipes.transfer.agreement import Agreement, agree
 from td_datapipes.transfer.board import Board, describe_error, rebuild_error
 from td_datapipes.transfer.carry import Carrier
-from td_datapipes.transfer.contents import Contents, build, decode_values, encode_values
+from td_datapipes.transfer.contents import Contents, build, decode_values
 from td_datapipes.transfer.declaration import Declaration, Strategy, Wanted
 from td_datapipes.transfer.link import Hello, Link, Status
 from td_datapipes.transfer.messages import Program, program_of
@@ -320,9 +320,9 @@ class Session:
         return PeerTimeoutError(f"{error}. Rank {note[0]} was the first to fail: {note[1]}")
 
     def _notes(self, contents: Contents | None, state: Any) -> tuple[bytes, int]:
-        encoded, digest = encode_values({} if contents is None else contents.values)
+        digest = 0 if contents is None else contents.values_digest
         # All senders hold the same values, so one of them sends them.
-        values = encoded if self.link.rank == self.src[0] else None
+        values = None if contents is None or self.link.rank != self.src[0] else contents.values
         if values is None and state is None:
             return b"", digest
         return json.dumps([values, state], separators=(",", ":")).encode(), digest
@@ -367,6 +367,10 @@ class Session:
         sources = [] if contents is None else contents.sources(agreement, self.link.device)
         targets = self._carrier.new_targets(agreement, program) if self.receives else []
         self._carrier.carry(agreement, program, sources, targets, deadline)
+        if self.receives and agreement.redistributes:
+            # The receivers' collective would wait for one that has not got its part.
+            everywhere = Hello(status=Status.DATA, number=self._number)
+            self.link.greet(everywhere, deadline, "before 'redistribute': messages", set(self.dst))
         self._count(agreement, program)
         if not self.receives:
             return None

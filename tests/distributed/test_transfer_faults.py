@@ -40,7 +40,7 @@ def test_sides_that_do_not_fit_raise_on_both_and_can_go_on(worlds: Worlds, kind:
 
 @pytest.mark.parametrize("kind", ["strategy", "timeout", "both sides", "no mesh", "like"])
 def test_arguments_are_checked_before_anything_is_sent(worlds: Worlds, kind: str) -> None:
-    for text in worlds.of(4).run(cases.refused, kind):
+    for text in worlds.of(4).run(cases.refused, kind, spoils=kind == "like"):
         assert text.startswith("ConfigurationError (ValueError)")
 
 
@@ -48,7 +48,7 @@ def test_who_does_not_come_is_named(worlds: Worlds) -> None:
     texts = worlds.of(4).run(cases.stay_away, spoils=True)
     for rank in (0, 1, 3):
         assert texts[rank].startswith("PeerTimeoutError")
-    assert any("rank 2 did not" in text for text in texts)
+    assert all("rank 2 did not" in text for text in texts if text), texts
 
 
 def test_who_sends_something_else_is_named(worlds: Worlds) -> None:
@@ -69,6 +69,8 @@ def test_who_is_killed_amid_the_bytes_is_named_with_field_and_strategy(tmp_path:
     with pytest.raises(AssertionError, match="rank 1: the process ended") as failed:
         world.run(cases.killed_amid, strategy, str(tmp_path), seconds=20)
     assert "rank 2:" not in str(failed.value)
-    texts = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2, 3)}
-    assert all(text.startswith("PeerTimeoutError") for text in texts.values()), texts
-    assert f"strategy '{strategy}': receiving 'x' from rank 1" in texts[3], texts
+    for rank in (2, 3):
+        # Rank 2 has nothing from rank 1 itself where its part is redistributed among the receivers.
+        text = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert text.startswith("PeerTimeoutError")
+        assert f"strategy '{strategy}': receiving 'x' from rank 1" in text

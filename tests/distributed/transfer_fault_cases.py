@@ -81,7 +81,7 @@ def refused(kind: str) -> str:
     if kind == "no mesh":
         return raised(lambda: send_dtensors(td, [rank], placements=(S0,)))
     if kind == "like":
-        return raised(lambda: recv_dtensors((rank + 1) % 4, None, (S0,), timeout_seconds=5))
+        return raised(lambda: recv_dtensors((rank + 1) % 4, None, (S0,), timeout_seconds=1))
     raise ValueError(kind)
 
 
@@ -97,9 +97,9 @@ def stay_away() -> str:
 def sends_garbage() -> str:
     """Rank 3 sends something else under the same tag."""
     if dist.get_rank() == 3:
-        dist.isend(torch.full((64,), ord("x"), dtype=torch.uint8), 0, tag=link._TAG)
+        dist.send(torch.full((64,), ord("x"), dtype=torch.uint8), 0, tag=link._TAG)
     if dist.get_rank() == 0:
-        return raised(lambda: recv_dtensors(3, timeout_seconds=5))
+        return raised(lambda: recv_dtensors(3, timeout_seconds=1))
     return ""
 
 
@@ -132,7 +132,7 @@ def killed_amid(strategy: str, folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def go() -> object:
-        return move(td, src, dst, (S0,), strategy=strategy, timeout_seconds=5)
+        return move(td, src, dst, (R,), strategy=strategy, timeout_seconds=3)
 
     if rank == 1:
         with mock.patch.object(Carrier, "carry", die):
