@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,7 +153,9 @@ class _Posted:
             self._arriving.append((message, data))
         else:
             data = _as_bytes(where)
-        return Operation(peer=peer, sends=False, data=data, what=lambda: self._describe(message, "receiving"))
+        return Operation(
+            peer=peer, sends=False, data=data, what=partial(_describe, self._agreement, message, "receiving")
+        )
 
     def _sending(self, peer: int, message: Message, sources: Sequence[torch.Tensor]) -> Operation:
         (item, *others) = message.items
@@ -163,7 +166,7 @@ class _Posted:
                 view.copy_(sources[part.field][_index(part.src)])
         else:
             data = _as_bytes(where)
-        return Operation(peer=peer, sends=True, data=data, what=lambda: self._describe(message, "sending"))
+        return Operation(peer=peer, sends=True, data=data, what=partial(_describe, self._agreement, message, "sending"))
 
     def _staged(self, message: Message) -> torch.Tensor:
         memory = self._carrier.take(message.nbytes)
@@ -178,10 +181,12 @@ class _Posted:
             yield item, staged[start : start + item.nbytes].view(dtype).view(shape)
             start += item.nbytes
 
-    def _describe(self, message: Message, doing: str) -> str:
-        keys = dict.fromkeys(self._agreement.fields[item.field].spec.key for item in message.items)
-        shown = ", ".join(map(format_key, list(keys)[:8])) + (", ..." if len(keys) > 8 else "")
-        return f"strategy {self._agreement.strategy!r}: {doing} {shown}"
+
+def _describe(agreement: Agreement, message: Message, doing: str) -> str:
+    # No method: what refers to its stage would keep it, and the batch's memory with it, until the garbage collector.
+    keys = dict.fromkeys(agreement.fields[item.field].spec.key for item in message.items)
+    shown = ", ".join(map(format_key, list(keys)[:8])) + (", ..." if len(keys) > 8 else "")
+    return f"strategy {agreement.strategy!r}: {doing} {shown}"
 
 
 def _index(box: Box) -> tuple[slice, ...]:

@@ -80,3 +80,16 @@ def test_schemas_are_described_once(worlds: Worlds) -> None:
 def test_small_fields_travel_together(worlds: Worlds) -> None:
     # 20 fields of 3 KB, and one of 96 KB that goes by itself.
     assert worlds.of(4).run(cases.count_messages, [0, 1], [2, 3]) == [2, 2, 0, 0]
+
+
+@pytest.mark.parametrize(("strategy", "wanted"), [("optimal", 0), ("optimal", 1), ("redistribute", 0)])
+def test_a_sender_needs_little_more_than_its_shard(worlds: Worlds, strategy: str, wanted: int) -> None:
+    peaks = worlds.of(4).run(cases.peak_of_sender, [0, 1], [2, 3], strategy, wanted)
+    for peak in peaks[:2]:
+        assert 1 <= peak <= 1.2
+
+
+def test_materialising_needs_the_whole_batch_beside_the_shard(worlds: Worlds) -> None:
+    # Shows too that the test above measures something.
+    for peak in worlds.of(4).run(cases.peak_of_sender, [0, 1], [2, 3], "materialize", 0)[:2]:
+        assert 2.9 <= peak <= 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -259,3 +260,25 @@ def count_messages(src_ranks: Ranks, dst_ranks: Ranks) -> int:
         if got is not None:
             require_placed(got[key], whole, dst, (S0,), key)
     return stats.sent_messages
+
+
+def peak_of_sender(src_ranks: Ranks, dst_ranks: Ranks, strategy: str, wanted: int) -> float:
+    """A sender's most resident memory during a transfer, shard included, in shards."""
+    src, dst = mesh_of(src_ranks), mesh_of(dst_ranks)
+    peaks = []
+    for rows in (64, 32768):  # the first brings in code and connections
+        td, shard = None, rows // 2 * 4096
+        if is_in(src):
+            td = TensorDict({"x": DTensor.from_local(torch.ones(rows // 2, 1024), src, [S0])})
+        before = _resident("VmRSS", reset_peak=True)
+        got = move(td, src, dst, (Shard(wanted),), strategy=strategy)
+        peaks.append((_resident("VmHWM") - before + shard) / shard)
+        del td, got
+    return peaks[-1]
+
+
+def _resident(field: str, reset_peak: bool = False) -> int:
+    if reset_peak:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
