@@ -196,17 +196,29 @@ class Link:
         Raises:
             PeerTimeoutError: a peer is gone.
         """
+        if self.device.type != "cpu":
+            return self._post_together(operations)
+        begun: list[tuple[Operation, Any]] = []
+        for one in operations:
+            begin = dist.isend if one.sends else dist.irecv
+            try:
+                begun.append((one, begin(one.data, one.peer, group=self.group, tag=_TAG)))
+            except RuntimeError as error:
+                with suppress(PeerTimeoutError):
+                    self.finish(begun, deadline)
+                raise self._error(one, error, deadline) from error
+        return begun
+
+    def _post_together(self, operations: Sequence[Operation]) -> list[tuple[Operation, Any]]:
+        """NCCL's way: sends and receives that depend on one another have to begin in one call."""
         if not operations:
             return []
         posted = [
             dist.P2POp(dist.isend if one.sends else dist.irecv, one.data, one.peer, self.group, _TAG)
             for one in operations
         ]
-        try:
-            handles = dist.batch_isend_irecv(posted)
-        except RuntimeError as error:
-            raise self._error(operations[0], error, deadline, guess=True) from error
-        # NCCL gives one handle for all of them.
+        handles = dist.batch_isend_irecv(posted)
+        # There may be one handle for all of them.
         handles = handles if len(handles) == len(operations) else handles * len(operations)
         return list(zip(operations, handles, strict=True))
 
@@ -236,12 +248,9 @@ class Link:
                 if handle is not None:
                     handle.wait(timedelta(milliseconds=1))
 
-    def _error(
-        self, operation: Operation, error: RuntimeError, deadline: float, guess: bool = False
-    ) -> PeerTimeoutError:
+    def _error(self, operation: Operation, error: RuntimeError, deadline: float) -> PeerTimeoutError:
         timed_out = time.monotonic() >= deadline - _LEAST_SECONDS or "Timed out" in str(error)
-        way = "to" if operation.sends else "from"
-        who = f"a rank of {self.peers}" if guess else f"{way} rank {operation.peer}"
+        who = f"{'to' if operation.sends else 'from'} rank {operation.peer}"
         how = "did not go through in time" if timed_out else "broke off, so that rank is gone or has given up"
         return PeerTimeoutError(
             f"{operation.what()} {who} {how} ({str(error).splitlines()[0][:200]}). Look at what the other ranks raised"

@@ -93,3 +93,9 @@ def test_materialising_needs_the_whole_batch_beside_the_shard(worlds: Worlds) ->
     # Shows too that the test above measures something.
     for peak in worlds.of(4).run(cases.peak_of_sender, [0, 1], [2, 3], "materialize", 0)[:2]:
         assert 2.9 <= peak <= 8
+
+
+@pytest.mark.parametrize("strategy", ["optimal", "materialize"])
+def test_a_receiver_without_rows_gets_an_empty_shard(worlds: Worlds, strategy: str) -> None:
+    shapes = worlds.of(6).run(cases.five_rows, [0, 1], [2, 3, 4, 5], strategy)
+    assert shapes[2:] == [[(rows,), (rows, 3), (rows, 0)] for rows in (2, 2, 1, 0)]

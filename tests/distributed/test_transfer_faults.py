@@ -74,3 +74,10 @@ def test_who_is_killed_amid_the_bytes_is_named_with_field_and_strategy(tmp_path:
         text = json.loads((tmp_path / f"{rank}.json").read_text())
         assert text.startswith("PeerTimeoutError")
         assert f"strategy '{strategy}': receiving 'x' from rank 1" in text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_handle_is_awaited(worlds: Worlds, fails: bool) -> None:
+    for made, awaited in worlds.of(4).run(cases.count_handles, fails, spoils=fails):
+        assert made == awaited
+        assert made >= 6

@@ -282,3 +282,18 @@ def _resident(field: str, reset_peak: bool = False) -> int:
         Path("/proc/self/clear_refs").write_text("5")
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
     return int(line.split()[1]) * 1024
+
+
+def five_rows(src_ranks: Ranks, dst_ranks: Ranks, strategy: str) -> list[tuple[int, ...]]:
+    """Several fields of five rows; returns the shapes of what this rank gets."""
+    src, dst = mesh_of(src_ranks), mesh_of(dst_ranks)
+    wholes = {"a": torch.arange(5), "b": torch.arange(15.0).reshape(5, 3), "c": torch.zeros(5, 0)}
+    td = TensorDict({k: placed(v, src, (S0,)) for k, v in wholes.items()}, [5]) if is_in(src) else None
+    got = move(td, src, dst, (S0,), strategy=strategy)
+    if got is None:
+        return []
+    assert got.batch_size == (5,)
+    for key, whole in wholes.items():
+        require_placed(got[key], whole, dst, (S0,), key)
+        assert got[key].full_tensor().tolist() == whole.tolist()
+    return [tuple(got[key].to_local().shape) for key in wholes]

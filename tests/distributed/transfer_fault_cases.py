@@ -138,3 +138,47 @@ def killed_amid(strategy: str, folder: str) -> None:
         with mock.patch.object(Carrier, "carry", die):
             go()
     Path(folder, f"{rank}.json").write_text(json.dumps(raised(go)))
+
+
+class _Counted:
+    """A handle that counts who awaits it."""
+
+    def __init__(self, handle: Any, awaited: list[Any]) -> None:
+        self._handle, self._awaited = handle, awaited
+
+    def wait(self, *timeout: Any) -> Any:
+        self._awaited.append(self)
+        return self._handle.wait(*timeout)
+
+
+def count_handles(fails: bool) -> tuple[int, int]:
+    """A transfer of many messages, during which rank 3 is given up or not; returns handles (made, awaited)."""
+    src, dst, rank = mesh_of(SENDERS), mesh_of(RECEIVERS), dist.get_rank()
+    whole = torch.arange(1 << 20)
+    td = TensorDict({f"f{n}": placed(whole + n, src, (S0,)) for n in range(8)}) if is_in(src) else None
+    made: list[Any] = []
+    awaited: list[Any] = []
+
+    def counting(begin: Any) -> Any:
+        def begun(*args: Any, **options: Any) -> Any:
+            made.append(_Counted(begin(*args, **options), awaited))
+            return made[-1]
+
+        return mock.patch.object(dist, begin.__name__, begun)
+
+    def give_up(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with counting(dist.isend), counting(dist.irecv):
+        if fails and rank == 3:
+            with mock.patch.object(Carrier, "carry", give_up):
+                text = raised(lambda: move(td, src, dst, (R,), timeout_seconds=2))
+            assert "out of memory" in text
+        else:
+            text = raised(lambda: move(td, src, dst, (R,), timeout_seconds=2))
+            # Rank 2 has all its bytes; those who send to rank 3 as well wait in vain.
+            assert bool(text) == (fails and is_in(src))
+            if text:
+                assert text.startswith("PeerTimeoutError")
+                assert "Rank 3 was the first to fail: RuntimeError: out of memory" in text
+    return len(made), len({id(handle) for handle in awaited})
