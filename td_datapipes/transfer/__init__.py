@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from td_datapipes.transfer.api import recv_dtensors, send_dtensors
-from td_datapipes.transfer.session import TransferStats
+from td_datapipes.transfer.outcome import TransferStats
 
 __all__ = ["TransferStats", "recv_dtensors", "send_dtensors"]

@@ -17,7 +17,8 @@ from td_datapipes.mesh import AxisPlacement, MeshSpec, normalise_placements
 from td_datapipes.schema import format_key, normalise_key
 from td_datapipes.transfer.contents import Contents
 from td_datapipes.transfer.declaration import Strategy, Wanted, check_strategy
-from td_datapipes.transfer.session import Session, TransferStats
+from td_datapipes.transfer.outcome import TransferStats
+from td_datapipes.transfer.session import Session
 
 __all__ = ["TIMEOUT_SECONDS", "PlacementsLike", "Ranks", "ranks_of", "recv_dtensors", "send_dtensors", "wanted_of"]
 
