@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +47,20 @@ class Board:
         except (RuntimeError, ValueError):
             return None
         return int(rank), str(text)
+
+    def call_roll(self, rank: int, ranks: Iterable[int], seconds: float) -> list[int]:
+        """Who of the ranks is missing: who does not say within so many seconds that it is there, as this one does.
+
+        Empty where nobody can be asked.
+        """
+        keys = {other: f"{self._key}/here/{other}" for other in ranks}
+        try:
+            self._store.set(keys[rank], "1")
+            with suppress(RuntimeError):
+                self._store.wait(list(keys.values()), timedelta(seconds=seconds))
+            return [other for other, key in keys.items() if not self._store.check([key])]
+        except RuntimeError:  # the store's own process may be what is gone
+            return []
 
 
 def describe_error(error: BaseException) -> str:

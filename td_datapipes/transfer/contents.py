@@ -31,6 +31,7 @@ class Contents:
 
     Attributes:
         tensors: the leaves.
+        local: what this rank has of each.
         values: the non-tensor leaves as JSON can hold them; None where there are none.
         values_digest: of those.
         nodes: the tree, parents before children.
@@ -38,6 +39,7 @@ class Contents:
     """
 
     tensors: Mapping[Key, torch.Tensor]
+    local: Mapping[Key, torch.Tensor]
     values: list[Any] | None
     values_digest: int
     nodes: tuple[NodeSpec, ...]
@@ -77,6 +79,7 @@ class Contents:
         encoded, digest = encode_values(values)
         return cls(
             tensors=tensors,
+            local={key: _checked(key, value) for key, value in tensors.items()},
             values=encoded,
             values_digest=digest,
             nodes=tuple(nodes),
@@ -107,11 +110,10 @@ class Contents:
 
     def sources(self, agreement: Agreement, device: torch.device) -> list[torch.Tensor]:
         """For each agreed field what this rank has of it on the wire, contiguous. With ``materialize`` a collective."""
-        whole = agreement.strategy == "materialize"
-        return [
-            _plain(whole_of(value) if whole else local_of(value), device)
-            for value in (self.tensors[field.spec.key] for field in agreement.fields)
-        ]
+        keys = [field.spec.key for field in agreement.fields]
+        if agreement.strategy == "materialize":
+            return [_plain(whole_of(self.tensors[key]), device) for key in keys]
+        return [_plain(self.local[key], device) for key in keys]
 
 
 def _walk(
@@ -128,12 +130,13 @@ def _walk(
             plain = value if isinstance(value, TensorDictBase) else value.to_tensordict(retain_none=False)
             _walk(plain, key, tensors, values, nodes)
         elif isinstance(value, torch.Tensor):
-            tensors[key] = _checked(key, value)
+            tensors[key] = value
         else:
             values[key] = NonTensorData(value, batch_size=td.batch_size)
 
 
 def _checked(key: Key, value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor; nothing is communicated."""
     local = value.to_local() if isinstance(value, DTensor) else value
     if local.is_nested or local.layout != torch.strided or local.is_quantized or local.is_meta:
         kind = "nested (jagged)" if local.is_nested else "meta" if local.is_meta else str(local.layout)
@@ -142,12 +145,7 @@ def _checked(key: Key, value: torch.Tensor) -> torch.Tensor:
         dtype_name(value.dtype)
     except SchemaError as error:
         raise SchemaError(f"field {format_key(key)}: {error}") from None
-    return value
-
-
-def local_of(value: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor; nothing is communicated."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    return local
 
 
 def whole_of(value: torch.Tensor) -> torch.Tensor:
@@ -173,6 +171,9 @@ def _from_bytes(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _plain(value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    lies_there = device is None or value.device.type == device.type
+    if lies_there and value.is_contiguous() and not (value.requires_grad or value.is_conj() or value.is_neg()):
+        return value
     plain = value.detach().resolve_conj().resolve_neg()
     return (plain if device is None else plain.to(device)).contiguous()
 

@@ -24,6 +24,7 @@ from td_datapipes.transfer.outcome import Outcome, Received, TransferStats
 __all__ = ["Session"]
 
 _MOST_AGREEMENTS = 64
+_ROLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +212,15 @@ class Session:
         said, board = self._said, self.board
         try:
             while True:
-                deadline = time.monotonic() + timeout_seconds
-                hellos = self.meet(status, deadline, text=said.text, digest=said.digest, notes=notes, values=values)
+                hellos = self._gather(status, said, notes, values, timeout_seconds)
                 if all(hello.status is not Status.BUSY for hello in hellos.values()):
                     break
                 if status is Status.BUSY:
                     return Outcome(status=status)
             return self._settle(hellos, contents, notes, timeout_seconds)
         except PeerTimeoutError as error:
+            # The others notice at once, instead of at their own time-outs.
+            self.link.break_off()
             raise self._explained(error, board) from error
         except TDDatapipesError:
             # What the ranks said to one another: all of them raise it in this round.
@@ -226,6 +228,25 @@ class Session:
         except Exception as error:
             board.tell(self.link.rank, error)
             raise
+
+    def _gather(
+        self, status: Status, said: _Said, notes: bytes, values: int, timeout_seconds: float
+    ) -> dict[int, Hello]:
+        """As `meet`, and says who is missing."""
+        number, board = self._number, Board(self._group, f"{self._name}/{self._number}")
+        try:
+            deadline = time.monotonic() + timeout_seconds
+            return self.meet(status, deadline, text=said.text, digest=said.digest, notes=notes, values=values)
+        except PeerTimeoutError as error:
+            self.link.break_off()
+            missing = board.call_roll(self.link.rank, {*self.src, *self.dst}, min(timeout_seconds, _ROLL_SECONDS))
+            if not missing:
+                raise
+            shown = ", ".join(map(str, missing))
+            raise PeerTimeoutError(
+                f"transfer {number} of the ranks {self.src} to {self.dst}: rank {shown} did not come, or is gone. "
+                f"{error}"
+            ) from error
 
     def _settle(
         self, hellos: Mapping[int, Hello], contents: Contents | None, notes: bytes, timeout_seconds: float
