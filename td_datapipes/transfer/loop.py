@@ -71,13 +71,13 @@ class LoopEnd:
         Raises:
             StateError: the trainers want to go on from different places.
         """
-        deadline = time.monotonic() + seconds
         encoded = json.dumps(position).encode()
-        hellos = self.session.meet(Status.START, deadline, text=encoded)
+        hellos = self.session.gather(Status.START, seconds, text=encoded)
         if closed := [rank for rank, hello in sorted(hellos.items()) if hello.status is Status.CLOSE]:
             return None, closed[0]
         _require_start(hellos)
-        texts = self.session.spread(encoded, {rank: hello.text_bytes for rank, hello in hellos.items()}, deadline)
+        sizes = {rank: hello.text_bytes for rank, hello in hellos.items()}
+        texts = self.session.spread(encoded, sizes, time.monotonic() + self.timeout_seconds)
         states = {rank: json.loads(texts[rank]) for rank in self.session.dst}
         first = self.session.dst[0]
         for rank, state in states.items():

@@ -212,14 +212,15 @@ class Session:
         said, board = self._said, self.board
         try:
             while True:
-                hellos = self._gather(status, said, notes, values, timeout_seconds)
+                hellos = self.gather(
+                    status, timeout_seconds, text=said.text, digest=said.digest, notes=notes, values=values
+                )
                 if all(hello.status is not Status.BUSY for hello in hellos.values()):
                     break
                 if status is Status.BUSY:
                     return Outcome(status=status)
             return self._settle(hellos, contents, notes, timeout_seconds)
         except PeerTimeoutError as error:
-            # The others notice at once, instead of at their own time-outs.
             self.link.break_off()
             raise self._explained(error, board) from error
         except TDDatapipesError:
@@ -229,17 +230,22 @@ class Session:
             board.tell(self.link.rank, error)
             raise
 
-    def _gather(
-        self, status: Status, said: _Said, notes: bytes, values: int, timeout_seconds: float
-    ) -> dict[int, Hello]:
-        """As `meet`, and says who is missing."""
+    def gather(self, status: Status, timeout_seconds: float, **said: Any) -> dict[int, Hello]:
+        """As `meet`, and says who is missing.
+
+        Args:
+            status: what this rank comes for.
+            timeout_seconds: until all have come, or it is known who has not.
+            said: see `meet`.
+        """
         number, board = self._number, Board(self._group, f"{self._name}/{self._number}")
+        roll_seconds = min(timeout_seconds / 5, _ROLL_SECONDS)
         try:
-            deadline = time.monotonic() + timeout_seconds
-            return self.meet(status, deadline, text=said.text, digest=said.digest, notes=notes, values=values)
+            return self.meet(status, time.monotonic() + timeout_seconds - roll_seconds, **said)
         except PeerTimeoutError as error:
+            # The others notice at once, instead of at their own time-outs.
             self.link.break_off()
-            missing = board.call_roll(self.link.rank, {*self.src, *self.dst}, min(timeout_seconds, _ROLL_SECONDS))
+            missing = board.call_roll(self.link.rank, {*self.src, *self.dst}, roll_seconds)
             if not missing:
                 raise
             shown = ", ".join(map(str, missing))

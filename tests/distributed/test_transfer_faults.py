@@ -80,4 +80,4 @@ def test_who_is_killed_amid_the_bytes_is_named_with_field_and_strategy(tmp_path:
 def test_every_handle_is_awaited(worlds: Worlds, fails: bool) -> None:
     for made, awaited in worlds.of(4).run(cases.count_handles, fails, spoils=fails):
         assert made == awaited
-        assert made >= 6
+        assert made >= 4
