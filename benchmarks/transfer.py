@@ -74,10 +74,11 @@ def measure(setting: Setting, batch_bytes: int, num_pairs: int) -> dict[str, Any
     src, dst = (DeviceMesh("cpu", torch.tensor(ranks)) for ranks in (setting.src, setting.dst))
     td = _batch({"x": (batch_bytes // ROW_BYTES, ROW_BYTES // 4)}, src)
     raw = _raw_send(setting, batch_bytes)
+    group = dist.new_group([*setting.src, *setting.dst])
     found: dict[str, Any] = {}
     for strategy in setting.strategies:
         stats = TransferStats()
-        call = _transfer(td, setting, src, dst, strategy, stats)
+        call = _transfer(td, setting, src, dst, strategy, stats, group)
         pairs = []
         for number in range(num_pairs + 2):
             # Who comes first changes, since the second finds caches full of the other's bytes.
@@ -92,9 +93,9 @@ def measure_small(setting: Setting, num_rounds: int) -> dict[str, list[float]]:
     """Seconds of a batch of 20 fields of 1 KB a rank, by strategy."""
     src, dst = (DeviceMesh("cpu", torch.tensor(ranks)) for ranks in (setting.src, setting.dst))
     td = _batch({f"field {number}": (64, 8) for number in range(20)}, src)
-    found = {}
+    group, found = dist.new_group([*setting.src, *setting.dst]), {}
     for strategy in setting.strategies:
-        call = _transfer(td, setting, src, dst, strategy, TransferStats())
+        call = _transfer(td, setting, src, dst, strategy, TransferStats(), group)
         found[strategy] = [_slowest(call) for _ in range(num_rounds + 3)][3:]
     found[RAW] = [_slowest(lambda: None) for _ in range(num_rounds)]
     return found
@@ -111,9 +112,15 @@ def _batch(shapes: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> TensorDic
 
 
 def _transfer(
-    td: TensorDict | None, setting: Setting, src: DeviceMesh, dst: DeviceMesh, strategy: Any, stats: TransferStats
+    td: TensorDict | None,
+    setting: Setting,
+    src: DeviceMesh,
+    dst: DeviceMesh,
+    strategy: Any,
+    stats: TransferStats,
+    group: Any,
 ) -> Callable[[], object]:
-    options: Any = {"strategy": strategy, "stats": stats}
+    options: Any = {"strategy": strategy, "stats": stats, "group": group}
     placements = (Shard(setting.wanted),)
     if td is not None:
         return lambda: send_dtensors(td, dst, placements=placements, **options)

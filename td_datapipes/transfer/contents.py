@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from td_datapipes.errors import ConfigurationError, ProtocolError, SchemaError
 from td_datapipes.mesh import MeshSpec, Placements, local_box
@@ -137,7 +138,8 @@ def _walk(
 
 def _checked(key: Key, value: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor; nothing is communicated."""
-    local = value.to_local() if isinstance(value, DTensor) else value
+    with torch.no_grad():
+        local = value.to_local() if isinstance(value, DTensor) else value
     if local.is_nested or local.layout != torch.strided or local.is_quantized or local.is_meta:
         kind = "nested (jagged)" if local.is_nested else "meta" if local.is_meta else str(local.layout)
         raise SchemaError(f"field {format_key(key)} is a {kind} tensor, which has no plain bytes to send; leave it out")
@@ -178,10 +180,18 @@ def _plain(value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     return (plain if device is None else plain.to(device)).contiguous()
 
 
-def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> DTensor:
-    # Shape and stride are said: DTensor would guess them from one shard, wrongly where shards are uneven.
+def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
+    # As `DTensor.from_local` does in the end, which takes ten times as long and would make them differentiable. Shape
+    # and stride are said: it would guess them from one shard, wrongly where shards are uneven.
+    spec = _spec_of(mesh, tuple(placements), tuple(shape), local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=1024)
+def _spec_of(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
     size = torch.Size(shape)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=contiguous_strides(size))
+    meta = TensorMeta(shape=size, stride=contiguous_strides(size), dtype=dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
