@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -181,17 +181,13 @@ def _plain(value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
-    # As `DTensor.from_local` does in the end, which takes ten times as long and would make them differentiable. Shape
+    # As `DTensor.from_local` does in the end, which takes longer and would make them differentiable. Shape
     # and stride are said: it would guess them from one shard, wrongly where shards are uneven.
-    spec = _spec_of(mesh, tuple(placements), tuple(shape), local.dtype)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-@lru_cache(maxsize=1024)
-def _spec_of(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
     size = torch.Size(shape)
-    meta = TensorMeta(shape=size, stride=contiguous_strides(size), dtype=dtype)
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
+    meta = TensorMeta(shape=size, stride=contiguous_strides(size), dtype=local.dtype)
+    # Made anew: meshes that are equal may have different process groups.
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
