@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from td_datapipes.placement import Placement
     from td_datapipes.redis_tensordict import RedisTensorDict
     from td_datapipes.replay import RedisReplayBuffer
+    from td_datapipes.shard_loop import ShardReceiver, ShardSender
+    from td_datapipes.transfer import TransferStats, recv_dtensors, send_dtensors
+    from td_datapipes.transfer_plan import plan_transfer
     from td_datapipes.wire.retry import RetryPolicy
     from td_datapipes.writer import write_dataset
 
@@ -40,8 +43,14 @@ __all__ = [
     "RedisTDReader",
     "RedisTensorDict",
     "RetryPolicy",
+    "ShardReceiver",
+    "ShardSender",
+    "TransferStats",
     "append_dataset",
     "convert",
+    "plan_transfer",
+    "recv_dtensors",
+    "send_dtensors",
     "verify_dataset",
     "write_dataset",
 ]
@@ -55,11 +64,17 @@ _HOMES = {
     "RedisTDIterableDataset": "td_datapipes.datapipes",
     "RedisTDMixture": "td_datapipes.mixture",
     "RedisTDReader": "td_datapipes.nodes",
-    "RetryPolicy": "td_datapipes.wire.retry",
-    "append_dataset": "td_datapipes.appender",
-    "verify_dataset": "td_datapipes.integrity",
     "RedisTensorDict": "td_datapipes.redis_tensordict",
+    "RetryPolicy": "td_datapipes.wire.retry",
+    "ShardReceiver": "td_datapipes.shard_loop",
+    "ShardSender": "td_datapipes.shard_loop",
+    "TransferStats": "td_datapipes.transfer",
+    "append_dataset": "td_datapipes.appender",
     "convert": "td_datapipes.conversion",
+    "plan_transfer": "td_datapipes.transfer_plan",
+    "recv_dtensors": "td_datapipes.transfer",
+    "send_dtensors": "td_datapipes.transfer",
+    "verify_dataset": "td_datapipes.integrity",
     "write_dataset": "td_datapipes.writer",
 }
 

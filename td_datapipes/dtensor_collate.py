@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
@@ -13,7 +13,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from td_datapipes.errors import ConfigurationError, SchemaError
 from td_datapipes.held_batch import HeldBatch, Holding, Mode, decide_held
-from td_datapipes.mesh import AxisPlacement
+from td_datapipes.mesh import AxisPlacement, MeshSpec
 from td_datapipes.placement import Placement
 from td_datapipes.rank_agreement import (
     RankReport,
@@ -23,7 +23,7 @@ from td_datapipes.rank_agreement import (
     ranks_of,
     require_agreement,
 )
-from td_datapipes.schema import Key, Node, Schema
+from td_datapipes.schema import Key, Node, Schema, format_key, leaves
 
 __all__ = ["DTensorCollate", "copy_in_one"]
 
@@ -125,7 +125,8 @@ class DTensorCollate:
         """The batch as DTensors of global shape.
 
         Args:
-            batch: a TensorDict of batch size ``[rows, ...]``, or what torch's default collate makes one of.
+            batch: a TensorDict of batch size ``[rows, ...]``, or what torch's default collate makes one of. One of
+                DTensors, as a `ShardReceiver` hands on, is passed on if it lies as it should.
             global_rows: rows of the global batch, in local mode where not every rank has as many (5 rows over 4 ranks
                 are 2, 2, 1, 0). By default each has as many as this one.
 
@@ -139,6 +140,8 @@ class DTensorCollate:
             SchemaError: a field that cannot be placed.
         """
         mesh = self._require_mesh()
+        if _is_placed(batch):
+            return self._passed_on(mesh, batch)
         due = self._check == "always" or (self._check == "first" and not self._checked)
         try:
             collated = _collated(batch)
@@ -152,6 +155,19 @@ class DTensorCollate:
             require_agreement(mesh, self._report(mesh, held), self._check_timeout_seconds)
             self._checked = True
         return self._place(mesh, collated, held)
+
+    def _passed_on(self, mesh: DeviceMesh, batch: TensorDictBase) -> TensorDict:
+        """A batch of DTensors, which loader ranks have sent: they have agreed on it already."""
+        for key, value in leaves(batch):
+            if isinstance(value, DTensor):
+                wanted = self.placement.placements_for(key, value.ndim)
+                if value.device_mesh != mesh or tuple(value.placements) != wanted:
+                    raise ConfigurationError(
+                        f"field {format_key(key)} arrives with {value.placements} on the mesh "
+                        f"{MeshSpec.of(value.device_mesh)}, and is to lie with {wanted} on {MeshSpec.of(mesh)}; give "
+                        f"the ShardSender, the ShardReceiver and the DTensorCollate the same mesh and placements"
+                    )
+        return cast(TensorDict, batch)
 
     def _require_mesh(self) -> DeviceMesh:
         if self._mesh is None or get_worker_info() is not None:
@@ -214,6 +230,11 @@ class DTensorCollate:
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker is sent its loader's collate_fn; what it gets says where batches are placed instead.
         return {**self.__dict__, "_mesh": None, "_sampler": None}
+
+
+def _is_placed(batch: Any) -> bool:
+    """Whether a batch has DTensors among its leaves."""
+    return isinstance(batch, TensorDictBase) and any(isinstance(value, DTensor) for _, value in leaves(batch))
 
 
 def _placement_of(

@@ -19,6 +19,7 @@ __all__ = [
     "FieldNotFoundError",
     "InterruptedWriteError",
     "NotEnoughRowsError",
+    "PeerError",
     "PeerTimeoutError",
     "PickledValueError",
     "ProtocolError",
@@ -81,6 +82,10 @@ class ValueTooLargeError(ServerError):
 
 class ProtocolError(TDDatapipesError, RuntimeError):
     """The peer sent bytes that are no reply to what was asked; the connection has been dropped."""
+
+
+class PeerError(TDDatapipesError, RuntimeError):
+    """Another rank failed or stopped, and the message says which and why."""
 
 
 class PeerTimeoutError(TDDatapipesError, TimeoutError):

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -73,11 +74,14 @@ class MeshSpec:
         """The description of a DeviceMesh. A submesh describes the slice that this process belongs to."""
         if isinstance(mesh, MeshSpec):
             return mesh
+        if isinstance(mesh, DeviceMesh) and (known := _described.get(mesh)) is not None:
+            return known
         if not isinstance(mesh, DeviceMesh):
             raise ConfigurationError(
                 f"a mesh is a DeviceMesh or a MeshSpec, not {type(mesh).__name__}; see MeshSpec.from_ranks"
             )
-        return cls.from_ranks(mesh.mesh.numpy(force=True), mesh.mesh_dim_names)
+        spec = _described[mesh] = cls.from_ranks(mesh.mesh.numpy(force=True), mesh.mesh_dim_names)
+        return spec
 
     @classmethod
     def from_ranks(cls, ranks: npt.ArrayLike, axis_names: Sequence[str] | None = None) -> MeshSpec:
@@ -126,6 +130,10 @@ class MeshSpec:
     def __str__(self) -> str:
         names = self.axis_names or tuple(str(axis) for axis in range(self.ndim))
         return "(" + ", ".join(f"{name}={size}" for name, size in zip(names, self.shape, strict=True)) + ")"
+
+
+# A DeviceMesh works its ranks out anew each time, which takes longer than all that is made of them.
+_described: WeakKeyDictionary[DeviceMesh, MeshSpec] = WeakKeyDictionary()
 
 
 def shard_bounds(size: int, num_shards: int, index: int) -> tuple[int, int]:

@@ -290,7 +290,14 @@ def test_batches_that_are_no_tensordicts(mesh: DeviceMesh) -> None:
     with pytest.raises(SchemaError, match="got Tensor"):
         collate(torch.arange(4))
     with pytest.raises(ConfigurationError, match="field 'x' is a DTensor already"):
-        collate(collate(batch()))
+        collate(dict(collate(batch())))
+
+
+def test_a_placed_batch_is_passed_on_where_it_lies_as_it_should(mesh: DeviceMesh) -> None:
+    placed = DTensorCollate(mesh, mode="global", check="never")(batch())
+    assert DTensorCollate(mesh, mode="local")(placed) is placed
+    with pytest.raises(ConfigurationError, match=r"arrives with .* give the ShardSender, the ShardReceiver and"):
+        DTensorCollate(mesh, [Replicate()] * mesh.ndim, mode="local")(placed)
 
 
 def test_a_pickled_hook_says_where_it_belongs(mesh: DeviceMesh) -> None:

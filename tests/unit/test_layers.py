@@ -67,6 +67,7 @@ LAYERS = (
     "collate",
     "dtensor_collate",
     "transfer",
+    "shard_loop",
     "replay",
     "torchrl",
     "ingest",
