@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from td_datapipes.catalog import find_manifest, load_manifest
-from td_datapipes.errors import AuthenticationError, DatasetNotFoundError
+from td_datapipes.errors import AuthenticationError, DatasetNotFoundError, InterruptedWriteError
 from td_datapipes.layouts.tensordict_store import (
     STAGED_NAMESPACE,
     StoreDescription,
@@ -44,6 +44,8 @@ def open_description(server: Server, name: str) -> Description:
         return found
     try:
         return load_manifest(server, name)
+    except InterruptedWriteError:
+        raise
     except DatasetNotFoundError as error:
         stores = list_stores(server)
         known = ", ".join(map(repr, stores[:_SHOWN_STORES])) + (", ..." if len(stores) > _SHOWN_STORES else "")

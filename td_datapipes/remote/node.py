@@ -32,7 +32,7 @@ class RemoteNode:
 
     _tree: Tree
     _prefix: Key
-    _root: Any
+    _parent_root: Any
     _locks: set[Key]
     _device_here: torch.device | None
     _background: Background | None
@@ -42,7 +42,7 @@ class RemoteNode:
 
     def _attach(self, tree: Tree, prefix: Key, root: Any = None) -> None:
         self._tree, self._prefix = tree, prefix
-        self._root = self if root is None else root
+        self._parent_root = root  # None for the root: a cycle would leave its sockets to the garbage collector
         self._locks = set() if root is None else root._locks
         self._device_here = None if root is None else root._device_here
         self._background, self._other = None, None
@@ -54,6 +54,10 @@ class RemoteNode:
         made = type(self).__new__(type(self))
         made._attach(self._tree, key, self._root)
         return made
+
+    @property
+    def _root(self) -> Any:
+        return self if self._parent_root is None else self._parent_root
 
     # What it is.
 

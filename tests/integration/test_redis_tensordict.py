@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import pickle
@@ -151,6 +152,23 @@ def test_credentials_are_in_no_text_and_no_pickle_of_a_handle(server: ServerProc
     assert "secret" not in str(caught.value)
     assert b"secret" not in pickle.dumps(there)
     server.execute("ACL", "DELUSER", "ada")
+
+
+def test_a_handle_that_nobody_holds_drops_its_connections(server: ServerProcess, layout: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = server.execute("INFO", "clients")["connected_clients"]
+        there = remote(sample(), server, layout)
+        there[2] = sample()[3]
+        there[2:4] = there[5:7]
+        assert server.execute("INFO", "clients")["connected_clients"] > before
+        del there
+        wait_until(
+            lambda: server.execute("INFO", "clients")["connected_clients"] <= before, "the connections to be closed"
+        )
+    finally:
+        gc.enable()
 
 
 # What every dtype and shape gives.
