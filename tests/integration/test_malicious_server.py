@@ -125,7 +125,7 @@ def test_no_more_memory_is_taken_than_was_asked_for(proxy: TamperingProxy, name:
 
 
 def test_an_opening_that_is_tampered_with_is_an_error_in_time(proxy: TamperingProxy) -> None:
-    # Commands are redis-py's own: its time-out is for each receive, so a server that goes on sending is not among these.
+    # The time-out of commands, which are redis-py's own, is for each receive: who goes on sending is not among these.
     for name in TAMPERS.keys() - {"a line without an end", "slow bytes"}:
         proxy.tamper = TAMPERS[name](proxy)
         began = time.monotonic()
