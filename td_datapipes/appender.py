@@ -30,6 +30,7 @@ from td_datapipes.errors import (
     ServerError,
     TDDatapipesError,
 )
+from td_datapipes.heap_writer import HeapWriter
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import schema_of
@@ -144,7 +145,7 @@ class _Append:
         stage(server, self._name, self._staged_id, json.dumps({**note, "manifest": json.loads(manifest.to_json())}))
         try:
             with progress_bar(f"appending to {self._name}", total, progress) as advance:
-                rows = self._write(batches, advance)
+                rows, heap_bytes = self._write(batches, advance)
             persist(server)
         except BaseException:
             self._undo()
@@ -152,7 +153,7 @@ class _Append:
         if rows == manifest.rows and not complete:
             self._undo()
             return manifest
-        published = manifest.with_rows(rows, complete=complete)
+        published = manifest.with_rows(rows, complete=complete, heap_bytes=heap_bytes)
         try:
             self._publish(published)
         except (AppendConflictError, ServerError, AuthenticationError):
@@ -174,25 +175,28 @@ class _Append:
                 "nothing follows. Write it anew with write_dataset(..., overwrite=True)"
             )
 
-    def _write(self, batches: Iterable[TensorDictBase], advance: Any) -> int:
-        """Send the rows; how many the data set has with them."""
+    def _write(self, batches: Iterable[TensorDictBase], advance: Any) -> tuple[int, list[int]]:
+        """Send the rows; how many the data set has with them, and how many bytes each heap."""
         manifest, schema = self._manifest, self._manifest.schema
         groups = [GroupChunks(manifest, number, self._put, manifest.rows) for number in range(len(schema.groups))]
+        heaps = HeapWriter(manifest, self._put)
         rows = manifest.rows
         for batch in batches:
-            found = schema_of(batch)
+            found = schema_of(batch, schema)
             if not found.same_rows(schema):
                 raise SchemaError(
                     f"the batch does not fit the data set {self._name!r}: {schema.difference(found)} "
                     "(here: the data set, there: the batch); nothing was appended"
                 )
+            dense = heaps.take(batch)
             for group in groups:
-                group.add(batch)
+                group.add(dense)
             rows += batch.batch_size[0]
             advance(batch.batch_size[0])
         for group in groups:
             group.flush()
-        return rows
+        heaps.flush()
+        return rows, heaps.nbytes
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
         if time.monotonic() - self._renewed > LEASE_SECONDS / 3:

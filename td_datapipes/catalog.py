@@ -227,10 +227,11 @@ def sweep_appends(server: Server, name: str, current: Manifest | None) -> None:
                 continue
             begun = Manifest.from_json(json.dumps(json.loads(note)["manifest"]))
             manifest = current if current is not None and current.id == begun.id else begun
-            for group, layout in enumerate(manifest.layouts):
-                first = layout.num_chunks(manifest.rows)
+            counts = [layout.num_chunks(manifest.rows) for layout in manifest.layouts]
+            counts += [heap.num_chunks for heap in manifest.heaps]
+            for group, first in enumerate(counts):
                 # Chunks are written in order, so the first run of missing ones is behind the last.
-                while layout.stride_bytes and client.unlink(
+                while client.unlink(
                     *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
                 ):
                     first += _CHUNKS_PER_SWEEP
@@ -244,6 +245,9 @@ def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
     for group, layout in enumerate(manifest.layouts):
         for chunk in range(layout.num_chunks(manifest.rows)):
             yield manifest.chunk_key(group, chunk)
+    for number, heap in enumerate(manifest.heaps, len(manifest.layouts)):
+        for chunk in range(heap.num_chunks):
+            yield manifest.chunk_key(number, chunk)
     for value in manifest.values:
         yield manifest.value_key(value)
     if manifest.kind == "mutable":

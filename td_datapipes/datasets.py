@@ -12,6 +12,7 @@ from td_datapipes.catalog import connect
 from td_datapipes.cost import CostModel
 from td_datapipes.errors import ConfigurationError, DatasetChangedError
 from td_datapipes.extras import Extra, ExtraFields, extra_fields, select_fields
+from td_datapipes.heap_batch import Ragged, RaggedOptions, Strings
 from td_datapipes.layouts import StoreDescription
 from td_datapipes.placement import Placement
 from td_datapipes.plan import Strategy
@@ -54,6 +55,12 @@ class RedisTDDataset(Dataset[TensorDict]):
             others receive its batches. All of them have to read the same batches in the same order.
         prefetch_bytes: limit of what a background thread may have requested and not yet handed over. It reads what
             the samplers of `td_datapipes.samplers` announce; other samplers announce nothing. 0 reads nothing ahead.
+        ragged: tensors of variable length become ``jagged`` nested tensors, or are padded to the longest row of the
+            batch (``pad``), with a bool mask of what is no padding beside them: that of ``tokens`` is ``tokens_mask``.
+        pad_value: what they are padded with.
+        max_length: take at most so many items of each row of a tensor of variable length; what is behind is not read.
+        strings: strings, bytes and JSON values of variable length become a ``NonTensorStack`` (``stack``), or an
+            `ArrowRows` with a pyarrow array (``arrow``).
         allow_pickle: read values that ``TensorDictStore`` pickled. Whoever can write to the server can then run code
             in this process.
 
@@ -77,10 +84,15 @@ class RedisTDDataset(Dataset[TensorDict]):
         read_once_per: str | int | None = None,
         prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
         allow_pickle: bool = False,
+        ragged: Ragged = "jagged",
+        pad_value: float = 0,
+        max_length: int | None = None,
+        strings: Strings = "stack",
     ) -> None:
         if prefetch_bytes < 0:
             raise ConfigurationError(f"prefetch_bytes must be 0 or more, got {prefetch_bytes}")
-        options = ReadOptions(strategy=strategy, strided=strided, pin_memory=pin_memory, atomic=atomic)
+        varying = RaggedOptions(ragged=ragged, pad_value=pad_value, max_length=max_length, strings=strings)
+        options = ReadOptions(strategy=strategy, strided=strided, pin_memory=pin_memory, atomic=atomic, ragged=varying)
         server = connect(url)
         try:
             manifest = open_description(server, server.url.name)

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import redis
 from tensordict import TensorDict
@@ -21,6 +22,8 @@ from td_datapipes.errors import (
     ServerUnavailableError,
     TDDatapipesError,
 )
+from td_datapipes.heap_batch import RaggedOptions, ValuesBatch
+from td_datapipes.heap_plan import HeapSlab, plan_values
 from td_datapipes.layouts import FieldPart, StoreDescription, build_read_spec, layout_of, nodes_of_parts
 from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
@@ -57,13 +60,16 @@ class ReadOptions:
         strategy: ``auto``, or the one to force: ``covering``, ``pipelined``, ``lua``.
         strided: give views of the receive buffer in place of contiguous tensors.
         pin_memory: give page-locked tensors.
-        atomic: read every batch in one step: one consistent snapshot.
+        atomic: read every batch in one step: one consistent snapshot. Values of variable length are of published
+            generations, which never change, and are read by ranges all the same.
+        ragged: what becomes of values of variable length.
     """
 
     strategy: Strategy = "auto"
     strided: bool = False
     pin_memory: bool = False
     atomic: bool = False
+    ragged: RaggedOptions = field(default_factory=RaggedOptions)
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -112,6 +118,10 @@ class RowReader:
         self.whole_row_bytes = (
             self.spec.row_bytes if parts is None else build_read_spec(self._layout, whole, gap).row_bytes
         )
+        self._varying = tuple(field for field in fields if field.varying is not None)
+        options.ragged.check(fields, tuple(field.key for field in fields))
+        if isinstance(manifest, Manifest):
+            self.whole_row_bytes += sum(manifest.heap_of(field.key)[1].row_bytes for field in self._varying)
         kept = {field.key[:depth] for field in fields for depth in range(len(field.key))}
         everything = len(fields) == len(manifest.schema.fields)
         nodes = [node for node in manifest.schema.nodes if everything or node.key in kept or not node.key]
@@ -146,7 +156,7 @@ class RowReader:
             self._reset()
         with self._lock:
             plan = self.plan(rows)
-            batch = self._read(plan, time.monotonic() + self.server.timeout_seconds)
+            batch = self._read(plan, rows, time.monotonic() + self.server.timeout_seconds)
             self._stats.rows += len(rows)
             self._stats.batches += 1
         return batch
@@ -190,6 +200,50 @@ class RowReader:
         values = {key: tensor[start:stop] for key, tensor in sink.tensors.items()}
         return new_tensordict(values, self._nodes, stop - start)
 
+    @property
+    def held_row_bytes(self) -> int:
+        """Memory of a row of a batch; of values of variable length, what rows have on average."""
+        manifest = self.manifest
+        if not self._varying or not isinstance(manifest, Manifest):
+            return self.spec.row_bytes
+        values = sum(manifest.heap_of(field.key)[1].nbytes for field in self._varying)
+        return self.spec.row_bytes + -(-values // max(manifest.rows, 1))
+
+    @property
+    def has_varying(self) -> bool:
+        """Whether fields of variable length are read."""
+        return bool(self._varying)
+
+    def new_values(self, sink: BatchSink, rows: Rows, sizes: Sequence[int]) -> tuple[ValuesBatch, ReadPlan]:
+        """Where the values of variable length of one batch or more go, and how to read them.
+
+        Args:
+            sink: has their spans.
+            rows: of all the batches.
+            sizes: rows of each.
+
+        Raises:
+            DataLossError: spans that cannot be.
+        """
+        manifest, options = cast(Manifest, self.manifest), self.options
+        spans = {field.key: sink.tensors[field.key] for field in self._varying}
+        values = ValuesBatch(
+            manifest,
+            self._varying,
+            spans,
+            rows,
+            sizes,
+            options=options.ragged,
+            pool=self._pool,
+            pin_memory=options.pin_memory,
+        )
+        gap = 0 if options.strategy == "pipelined" else self.costs.cost.max_gap_bytes
+        shards = len(manifest.tags)
+        wanted = values.wanted
+        return values, plan_values(
+            wanted, num_rows=len(rows), max_gap_bytes=gap, slab_bytes=SLAB_BYTES, num_shards=shards
+        )
+
     def pin(self, manifest: Description) -> None:
         """Read a later generation of the same data set from here on: the same rows, and those appended since."""
         self.manifest = manifest
@@ -209,10 +263,10 @@ class RowReader:
         """The data set's name."""
         return self.manifest.name
 
-    def _read(self, plan: ReadPlan, deadline: float) -> TensorDict:
+    def _read(self, plan: ReadPlan, rows: Rows, deadline: float) -> TensorDict:
         """Read a plan, once more if the connection breaks or the server has forgotten the script."""
         for attempt in range(_ATTEMPTS):
-            began = time.perf_counter()
+            began, current = time.perf_counter(), plan
             try:
                 if self._requests is not None:
                     self._plans.retarget(self._requests, self._guard)
@@ -220,20 +274,29 @@ class RowReader:
                 # While the server works on it, the batch is put together around bytes that are still to come.
                 job.sink, batch = self.new_batch(plan)
                 self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
+                self._learn(plan, time.perf_counter() - began)
+                if self._varying:
+                    values, current = self.new_values(job.sink, rows, [len(rows)])
+                    self._finish_values(values, current, deadline)
+                    values.add_to(batch, 0)
             except ServerUnavailableError:
                 if attempt + 1 == _ATTEMPTS:
                     raise
                 continue
             except RangeFault as fault:
                 if not fault.text.startswith("NOSCRIPT") or attempt + 1 == _ATTEMPTS:
-                    raise self._explain(plan, fault) from None
+                    raise self._explain(current, fault) from None
                 self.server.call("loading a script", _load_scripts)
                 continue
             except StaleFault:
                 raise self._changed() from None
-            self._learn(plan, time.perf_counter() - began)
             return batch
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _finish_values(self, values: ValuesBatch, plan: ReadPlan, deadline: float) -> None:
+        job = self._plans.start(plan)
+        job.sink = values
+        self._plans.finish(job, deadline, f"reading values of {plan.num_rows} rows of {self.manifest.name!r}")
 
     def _learn(self, plan: ReadPlan, seconds: float) -> None:
         if not plan.slabs or self._may_tear:
@@ -287,6 +350,14 @@ class RowReader:
         """Which data set, chunk, fields and rows a range is about."""
         ranges = slab.ranges()
         group, chunk = int(ranges.groups[index]), int(ranges.chunks[index])
+        if isinstance(slab, HeapSlab):
+            key, rows = self._layout.chunk_key(group, chunk).decode(), slab.rows_of(index).tolist()
+            name = format_key(self._varying[slab.values.output].key)
+            shown = ", ".join(map(str, rows[:6])) + (", ..." if len(rows) > 6 else "")
+            return (
+                f"data set {self.manifest.name!r} at {self.server.address}, chunk {key} (values of field {name}, of "
+                f"rows {shown})"
+            )
         layout = self._layout.chunk_layouts[group]
         first, stop = layout.rows_of(chunk, self.manifest.rows)
         asked = slab.rows[(slab.rows >= first) & (slab.rows < stop)]

@@ -28,6 +28,7 @@ from td_datapipes.errors import (
     TDDatapipesError,
     ValueTooLargeError,
 )
+from td_datapipes.heap_writer import HeapWriter, new_heaps
 from td_datapipes.layouts import pack_records
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
@@ -74,11 +75,13 @@ def write_dataset(
 
     Args:
         data: a TensorDict (or tensorclass) of batch size ``[rows, ...]``, or an iterable of such batches that together
-            may be larger than memory. The first batch decides the schema.
+            may be larger than memory. The first batch decides the schema. Fields may be of variable length: jagged
+            nested tensors, lazy stacks of rows that differ in their first dim, and ``NonTensorStack`` of strings, bytes
+            or what JSON holds, one value a row.
         url: server and name, as in ``redis://localhost:6379/0#name``.
         overwrite: publish in place of what the name stands for now; those who have that open can read on for an hour.
-        chunk_bytes: longest stretch of records in one server string, a multiple of 16; 4 MiB, or less where the
-            server takes less.
+        chunk_bytes: longest stretch of records, or of values of variable length, in one server string, a multiple of
+            16; 4 MiB, or less where the server takes less.
         progress: show a progress bar; by default on a terminal only.
 
     Returns:
@@ -246,6 +249,8 @@ class _Staging:
             ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
         )
         self._rows = 0
+        self._heaps: HeapWriter | None = None
+        self._empty_heaps = new_heaps(schema, chunk_bytes)
         note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
         self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, IN_FLIGHT)
         try:
@@ -253,6 +258,7 @@ class _Staging:
         except BaseException:
             self._writer.close()
             raise
+        self._heaps = HeapWriter(self._manifest(0, 1), self._put)
         self._groups = [GroupChunks(self._manifest(0, 1), number, self._put) for number in range(len(schema.groups))]
 
     @property
@@ -261,19 +267,22 @@ class _Staging:
 
     def add(self, batch: TensorDictBase) -> None:
         """Stage the rows of a batch."""
-        schema = schema_of(batch)
+        schema = schema_of(batch, self._schema)
         if not schema.same_rows(self._schema):
             raise SchemaError(
                 f"the batch after row {self._rows} differs from the first one: {self._schema.difference(schema)}"
             )
+        dense = batch if self._heaps is None else self._heaps.take(batch)
         for group in self._groups:
-            group.add(batch)
+            group.add(dense)
         self._rows += batch.batch_size[0]
 
     def finish(self, found: Manifest | None) -> Manifest:
         """Send what is left; every byte is confirmed by the server afterwards."""
         for group in self._groups:
             group.flush()
+        if self._heaps is not None:
+            self._heaps.flush()
         self._writer.flush()
         self._writer.close()
         return self._manifest(self._rows, 1 if found is None else found.generation + 1)
@@ -305,6 +314,7 @@ class _Staging:
             layouts=self._layouts,
             tags=self._tags,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            heaps=self._empty_heaps if self._heaps is None else self._heaps.heaps(rows),
         )
 
 

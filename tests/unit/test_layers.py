@@ -15,6 +15,7 @@ PACKAGE = "td_datapipes"
 
 LAYERS = (
     "errors",
+    "varying",
     "schema",
     "manifest",
     "order",
@@ -23,9 +24,12 @@ LAYERS = (
     "read_spec",
     "slabs",
     "plan",
+    "heap_plan",
     "layouts",
     "memory",
     "assemble",
+    "arrow_rows",
+    "heap_batch",
     "mesh",
     "placement",
     "held_batch",
@@ -39,6 +43,7 @@ LAYERS = (
     "upstream",
     "extras",
     "progress",
+    "heap_writer",
     "writer",
     "appender",
     "store",
