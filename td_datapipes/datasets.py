@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 
 from td_datapipes.catalog import connect
 from td_datapipes.cost import CostModel
-from td_datapipes.errors import ConfigurationError, DatasetChangedError
+from td_datapipes.errors import ConfigurationError, DatasetChangedError, FieldNotFoundError
 from td_datapipes.extras import Extra, ExtraFields, extra_fields, select_fields
 from td_datapipes.heap_batch import Ragged, RaggedOptions, Strings
 from td_datapipes.layouts import StoreDescription
@@ -20,7 +21,7 @@ from td_datapipes.prefetch import AnnouncedBatch, Prefetcher
 from td_datapipes.read_spec import Rows
 from td_datapipes.replica_reads import ReplicaReader
 from td_datapipes.rows import resolve_index
-from td_datapipes.schema import Field, Key, Schema
+from td_datapipes.schema import Field, Key, Schema, format_key, normalise_key
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.upstream import Description, find_description, open_description
 from td_datapipes.wire.reader import ReadStats
@@ -189,6 +190,26 @@ class RedisTDDataset(Dataset[TensorDict]):
         prefetcher, announced = self._prefetcher, cast(AnnouncedBatch, rows)
         return self._whole(self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers)), numbers)
 
+    def lengths(self, field: str | tuple[str, ...] | None = None, *, start: int = 0) -> torch.Tensor:
+        """How many items each row of a field of variable length has: at most `max_length`, 0 where it has no value.
+
+        Only the lengths are read, in blocks. Of strings, bytes and JSON values they are bytes.
+
+        Args:
+            field: by default the one tensor of variable length there is.
+            start: the first row asked for.
+
+        Returns:
+            int64 ``[rows - start]``.
+
+        Raises:
+            ConfigurationError: no field is given and there is not one tensor of variable length, or `start` is no row.
+            FieldNotFoundError: there is no such field of variable length.
+        """
+        if not 0 <= start <= len(self):
+            raise ConfigurationError(f"start must be in [0, {len(self)}], got {start}")
+        return self._reader.lengths(_varying_field(self.schema, field), start)
+
     def __iter__(self) -> Iterator[TensorDict]:
         """Row after row; a loader, or slices, are the fast ways."""
         step = 256
@@ -315,3 +336,19 @@ class RedisTDDataset(Dataset[TensorDict]):
     def __repr__(self) -> str:
         fields = ", ".join(map(str, self.schema.select(self._fields)))
         return f"{type(self).__name__}({str(self.url)!r}, rows={len(self)}, fields=[{fields}])"
+
+
+def _varying_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> Field:
+    """The field of variable length that is meant."""
+    known = schema.varying_fields
+    names = ", ".join(format_key(field.key) for field in known) or "none"
+    if wanted is None:
+        tensors = [field for field in known if field.varying is not None and field.varying.kind == "tensor"]
+        if len(tensors) != 1:
+            raise ConfigurationError(f"name the field whose lengths are meant; those of variable length are {names}")
+        return tensors[0]
+    key = normalise_key(wanted)
+    found = next((field for field in known if field.key == key), None)
+    if found is None:
+        raise FieldNotFoundError(f"there is no field {format_key(key)} of variable length; there are {names}")
+    return found

@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+import numpy as np
 import redis
+import torch
 from tensordict import TensorDict
 
 from td_datapipes.assemble import BatchSink, make_sink
@@ -50,6 +52,8 @@ MIN_LUA_ROWS = 32
 MAX_SNAPSHOT_BYTES = 32 << 20
 """Of rows of several ranges that are read in one step, which blocks the server while it runs."""
 _ATTEMPTS = 2
+_LENGTHS_ROWS = 1 << 16
+"""Read at once where only lengths are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +203,20 @@ class RowReader:
         """Rows ``[start, stop)`` of what a sink holds, as a batch of views."""
         values = {key: tensor[start:stop] for key, tensor in sink.tensors.items()}
         return new_tensordict(values, self._nodes, stop - start)
+
+    def lengths(self, field: Field, start: int) -> torch.Tensor:
+        """How many items each row from `start` on has of a field of variable length; see `RedisTDDataset.lengths`."""
+        spans = replace(field, varying=None)
+        reader = RowReader(self.server, self.manifest, [spans], ReadOptions(), self.costs)
+        found = [torch.empty(0, dtype=torch.int64)]
+        try:
+            for first in range(start, self.manifest.rows, _LENGTHS_ROWS):
+                rows = np.arange(first, min(first + _LENGTHS_ROWS, self.manifest.rows), dtype=np.int64)
+                found.append(reader.read(rows).get(field.key)[:, 1])
+        finally:
+            reader.drop_connection()
+        is_tensor = field.varying is not None and field.varying.kind == "tensor"
+        return torch.cat(found).clamp_(0, self.options.ragged.max_length if is_tensor else None)
 
     @property
     def held_row_bytes(self) -> int:
@@ -361,7 +379,8 @@ class RowReader:
         layout = self._layout.chunk_layouts[group]
         first, stop = layout.rows_of(chunk, self.manifest.rows)
         asked = slab.rows[(slab.rows >= first) & (slab.rows < stop)]
-        names = [format_key(field.key) for field in self.manifest.schema.groups[group].fields if field in self._fields]
+        read = {field.key for field in self._fields}
+        names = [format_key(field.key) for field in self.manifest.schema.groups[group].fields if field.key in read]
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         key = self._layout.chunk_key(group, chunk).decode()
         return (
@@ -387,11 +406,15 @@ class RowReader:
         """A copy of what was moved so far."""
         return replace(self._stats)
 
-    def close(self) -> None:
-        """Drop the connections."""
+    def drop_connection(self) -> None:
+        """Drop the one that rows come over; reading again dials anew."""
         if self._pid == os.getpid():
             with self._lock:
                 self._plans.close()
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self.drop_connection()
         self.server.close()
 
 
