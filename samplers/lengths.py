@@ -42,7 +42,7 @@ class LengthBatchSampler(PositionSampler[RowBatch]):
         max_rows: of a batch; by default what fits.
         max_padding: a bucket's shortest row is shorter than its bound by at most this part of itself.
         seed: in [0, 2**64).
-        shuffle: else batches come by rising length, and rows within a bucket as they are stored.
+        shuffle: else bucket comes after bucket, shorter rows first, and rows within a bucket as they are stored.
         drop_last: leave out the batches of a last step that are not one for each rank; else some are repeated, and
             marked as padding (`RowBatch.padded`).
         window: batches announced together.

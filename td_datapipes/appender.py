@@ -188,7 +188,7 @@ class _Append:
                     f"the batch does not fit the data set {self._name!r}: {schema.difference(found)} "
                     "(here: the data set, there: the batch); nothing was appended"
                 )
-            dense = heaps.take(batch)
+            dense = heaps.take(batch, schema)
             for group in groups:
                 group.add(dense)
             rows += batch.batch_size[0]

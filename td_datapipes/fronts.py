@@ -219,8 +219,8 @@ def _check(
 
 
 def _open(urls: Urls, arguments: Mapping[str, Any]) -> RedisTDDataset | JoinedRows:
-    names = ("fields", "strategy", "strided", "pin_memory", "prefetch_bytes", "allow_pickle")
-    names += ("ragged", "pad_value", "max_length", "strings")
+    names = ["fields", "strategy", "strided", "pin_memory", "prefetch_bytes", "allow_pickle"]
+    names += ["ragged", "pad_value", "max_length", "strings"]
     chosen = {name: arguments[name] for name in names if name in arguments}
     if isinstance(urls, str):
         return RedisTDDataset(urls, **chosen)

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from td_datapipes.errors import SchemaError
 from td_datapipes.manifest import Heap, Manifest
@@ -39,29 +39,27 @@ class HeapWriter:
     """
 
     def __init__(self, manifest: Manifest, put: PutHeapChunk) -> None:
-        self._schema = manifest.schema
-        self._fields = manifest.schema.varying_fields
         self._begun = manifest.heaps
         first = len(manifest.layouts)
         self._chunks = [_HeapChunks(first + number, heap, put) for number, heap in enumerate(manifest.heaps)]
 
-    def take(self, batch: TensorDictBase) -> TensorDictBase:
+    def take(self, batch: TensorDictBase, schema: Schema) -> TensorDictBase:
         """The batch with spans in place of the values, which are on their way.
 
         Args:
-            batch: ``[rows, ...]``, of the schema.
+            batch: ``[rows, ...]``.
+            schema: the batch's: it may know of values what the manifest does not know yet.
 
         Raises:
             SchemaError: a value that cannot be stored; it names field and row. Nothing of the batch was taken.
         """
-        if not self._fields:
+        if not self._chunks:
             return batch
         values = dict(leaves(batch))
-        encoded = [_encode(field, values[field.key]) for field in self._fields]
-        for field, rows, chunks in zip(self._fields, encoded, self._chunks, strict=True):
+        encoded = [_encode(field, values[field.key]) for field in schema.varying_fields]
+        for field, rows, chunks in zip(schema.varying_fields, encoded, self._chunks, strict=True):
             values[field.key] = torch.from_numpy(chunks.add(rows))
-        dense: TensorDict = new_tensordict(values, self._schema.nodes, batch.batch_size[0])
-        return dense
+        return new_tensordict(values, schema.nodes, batch.batch_size[0])
 
     def flush(self) -> None:
         """Send the chunks being filled."""

@@ -16,7 +16,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
 
 from td_datapipes.errors import FieldNotFoundError, SchemaError
-from td_datapipes.varying import Varying, gather_rows, varying_of
+from td_datapipes.varying import Kind, Varying, gather_rows, varying_of
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -218,6 +218,18 @@ class Schema:
         """The fields of variable length; each has a heap."""
         return tuple(field for field in self.fields.values() if field.varying is not None)
 
+    def decided_by(self, other: Schema) -> Schema:
+        """The same; fields without a value so far are of the kind that those of a later batch are of."""
+        if not any(field.varying is not None and field.varying.kind == "null" for field in self.varying_fields):
+            return self
+        groups = [replace(g, fields=tuple(_decided(f, other.fields.get(f.key)) for f in g.fields)) for g in self.groups]
+        return replace(self, groups=tuple(groups))
+
+    def without_nulls(self) -> Schema:
+        """The same; fields that have no value at all are of JSON values."""
+        groups = [replace(g, fields=tuple(_decided(f, None, "json") for f in g.fields)) for g in self.groups]
+        return replace(self, groups=tuple(groups)) if self.varying_fields else self
+
     @property
     def root(self) -> Node:
         """The root node."""
@@ -266,6 +278,13 @@ class Schema:
 
     def __str__(self) -> str:
         return "\n".join(str(field) for field in self.fields.values())
+
+
+def _decided(field: Field, other: Field | None, otherwise: Kind = "null") -> Field:
+    if field.varying is None or field.varying.kind != "null":
+        return field
+    found = Varying(kind=otherwise) if other is None or other.varying is None else other.varying
+    return field if found.kind == "tensor" else replace(field, varying=found)
 
 
 def leaves(td: TensorDictBase, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:

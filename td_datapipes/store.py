@@ -221,11 +221,16 @@ class RowReader:
     @property
     def held_row_bytes(self) -> int:
         """Memory of a row of a batch; of values of variable length, what rows have on average."""
+        return self.spec.row_bytes + self.value_bytes
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a row's values of variable length, on average."""
         manifest = self.manifest
         if not self._varying or not isinstance(manifest, Manifest):
-            return self.spec.row_bytes
+            return 0
         values = sum(manifest.heap_of(field.key)[1].nbytes for field in self._varying)
-        return self.spec.row_bytes + -(-values // max(manifest.rows, 1))
+        return -(-values // max(manifest.rows, 1))
 
     @property
     def has_varying(self) -> bool:

@@ -31,8 +31,10 @@ __all__ = [
     "varying_of",
 ]
 
-Kind = Literal["tensor", "str", "bytes", "json"]
-"""What a row's value is: a tensor ``[items, ...]``, a string, bytes, or whatever JSON can hold."""
+Kind = Literal["tensor", "str", "bytes", "json", "null"]
+"""What a row's value is: a tensor ``[items, ...]``, a string, bytes, or whatever JSON can hold.
+
+``null`` is what batches are of that have no value yet; it ends up as ``json`` where none follows."""
 
 NULL = -1
 """The number of items of a row that has no value."""
@@ -154,6 +156,8 @@ def _texts(value: NonTensorData | NonTensorStack) -> tuple[list[Any], bool]:
 
 def _kind_of(values: Sequence[Any], like: Varying | None) -> Kind:
     types = {type(item) for item in values if item is not None}
+    if not types and like is None:
+        return "null"
     if like is not None and (like.kind == "json" or {_TEXT_TYPES.get(kind) for kind in types} <= {like.kind}):
         return like.kind
     return _TEXT_TYPES.get(types.pop(), "json") if len(types) == 1 else "json"
@@ -212,7 +216,7 @@ def _encode_texts(values: Sequence[Any], kind: Kind, num_sharing: int | None) ->
 def _encode_text(value: Any, kind: Kind, row: int) -> bytes | None:
     if kind == "json":
         return _encode_json(value, row)
-    if value is None:
+    if value is None or kind == "null":
         return None
     if kind == "bytes":
         return cast(bytes, value)
@@ -259,4 +263,4 @@ def decode_texts(data: memoryview, lengths: npt.NDArray[np.int64], kind: Kind) -
     return values
 
 
-_DECODERS: Mapping[str, Any] = {"str": bytes.decode, "bytes": bytes, "json": json.loads}
+_DECODERS: Mapping[str, Any] = {"str": bytes.decode, "bytes": bytes, "json": json.loads, "null": json.loads}

@@ -108,12 +108,14 @@ def write_rows(
     chunk_bytes: int | None,
     progress: bool | None,
     complete: Callable[[Manifest], Manifest] | None = None,
+    like: Schema | None = None,
 ) -> Manifest:
     """As `write_dataset`, on a server that is connected.
 
     Args:
         server: where, and under which name.
         data, overwrite, chunk_bytes, progress: as for `write_dataset`.
+        like: of which field is of variable length, and of which kind, where the first batch leaves it open.
         complete: gets the manifest when every chunk is confirmed, before it is published; gives the one to publish.
     """
     name = server.url.name
@@ -128,7 +130,7 @@ def write_rows(
     first = next(batches, None)
     if first is None:
         raise SchemaError("there is nothing to write: the iterable gave no batch, so there is no schema either")
-    schema = schema_of(first)
+    schema = schema_of(first, like)
     if total is not None:
         check_room(server, schema, total)
     staging = _Staging(server, name, schema, largest)
@@ -268,11 +270,12 @@ class _Staging:
     def add(self, batch: TensorDictBase) -> None:
         """Stage the rows of a batch."""
         schema = schema_of(batch, self._schema)
+        self._schema = self._schema.decided_by(schema)
         if not schema.same_rows(self._schema):
             raise SchemaError(
                 f"the batch after row {self._rows} differs from the first one: {self._schema.difference(schema)}"
             )
-        dense = batch if self._heaps is None else self._heaps.take(batch)
+        dense = batch if self._heaps is None else self._heaps.take(batch, self._schema)
         for group in self._groups:
             group.add(dense)
         self._rows += batch.batch_size[0]
@@ -285,6 +288,7 @@ class _Staging:
             self._heaps.flush()
         self._writer.flush()
         self._writer.close()
+        self._schema = self._schema.without_nulls()
         return self._manifest(self._rows, 1 if found is None else found.generation + 1)
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
