@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tensordict import TensorClass
 from td_datapipes.errors import SchemaError
 from td_datapipes.varying import NULL, Kind
 
-__all__ = ["ArrowRows", "arrow_rows"]
+__all__ = ["ArrowRows", "arrow_rows", "join_arrow_rows"]
 
 
 class ArrowRows(TensorClass):
@@ -61,3 +62,9 @@ def arrow_rows(data: npt.NDArray[np.uint8], lengths: npt.NDArray[np.int64], kind
     array = pa.Array.from_buffers(kinds, len(lengths), [valid, pa.py_buffer(offsets), pa.py_buffer(data)])
     array.validate(full=True)
     return ArrowRows(rows=torch.arange(len(lengths)), array=array, batch_size=[len(lengths)])
+
+
+def join_arrow_rows(parts: Sequence[ArrowRows]) -> ArrowRows:
+    """Rows of several batches, one batch behind the other, with one array."""
+    array = pa.concat_arrays([part.to_arrow() for part in parts])
+    return ArrowRows(rows=torch.arange(len(array)), array=array, batch_size=[len(array)])

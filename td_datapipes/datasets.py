@@ -190,6 +190,13 @@ class RedisTDDataset(Dataset[TensorDict]):
         prefetcher, announced = self._prefetcher, cast(AnnouncedBatch, rows)
         return self._whole(self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers)), numbers)
 
+    def join(self, parts: Sequence[TensorDict]) -> TensorDict:
+        """Batches of this data set, or of others that have its fields and were opened alike, one behind the other.
+
+        Unlike ``torch.cat`` it also joins padded batches of several widths and `ArrowRows`. It may change `parts`.
+        """
+        return self._reader.join(parts)
+
     def lengths(self, field: str | tuple[str, ...] | None = None, *, start: int = 0) -> torch.Tensor:
         """How many items each row of a field of variable length has: at most `max_length`, 0 where it has no value.
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from td_datapipes.arrow_rows import arrow_rows
+from td_datapipes.arrow_rows import ArrowRows, arrow_rows, join_arrow_rows
 from td_datapipes.errors import ConfigurationError, DataLossError
 from td_datapipes.heap_plan import HeapSlab, WantedValues
 from td_datapipes.manifest import Manifest
@@ -22,7 +22,7 @@ from td_datapipes.schema import Field, Key, dtype_name, format_key
 from td_datapipes.slabs import RunSlab, Slab
 from td_datapipes.varying import NULL, Varying, decode_texts
 
-__all__ = ["Ragged", "RaggedOptions", "Strings", "ValuesBatch"]
+__all__ = ["Ragged", "RaggedOptions", "Strings", "ValuesBatch", "join_batches"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -287,8 +287,7 @@ class _Padded(_Column):
         self._ends = ends[bounds]
         self.targets = ends[:-1] * self._varying.item_bytes
         shape, dtype = (int(ends[-1]), *self._varying.shape), self._varying.dtype
-        self._values = torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
-        self._values.copy_(torch.tensor(pad_value).to(dtype).expand(shape))
+        self._values = _filled(shape, dtype, pad_value, pin_memory=pin_memory)
         nbytes = self._values.nbytes
         self.memory = self._values.view(-1).view(torch.uint8).numpy() if nbytes else np.empty(0, dtype=np.uint8)
 
@@ -334,3 +333,41 @@ def _stack(values: Sequence[Any]) -> NonTensorData | NonTensorStack:
     if all(type(value) in _PLAIN for value in values):  # quicker, and nothing that could be taken for a stack itself
         return NonTensorStack(*values)
     return NonTensorStack(*(NonTensorData(value, batch_size=[]) for value in values), stack_dim=0)
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, value: float, *, pin_memory: bool = False) -> torch.Tensor:
+    """As ``torch.full``, which not all dtypes have."""
+    made = torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
+    return made.copy_(torch.tensor(value).to(dtype).expand(shape))
+
+
+def join_batches(parts: Sequence[TensorDict], fields: Sequence[Field], options: RaggedOptions) -> TensorDict:
+    """Batches one behind the other.
+
+    Args:
+        parts: of data sets with the same fields, read with the same options; they may be changed.
+        fields: those of variable length.
+        options: what became of them.
+    """
+    joined: dict[Key, ArrowRows] = {}
+    for field in fields:
+        varying = cast(Varying, field.varying)
+        if varying.kind == "tensor" and options.ragged == "pad":
+            width = max(part.get(field.key).shape[1] for part in parts)
+            for part in parts:
+                for key, value in ((field.key, options.pad_value), (mask_key(field.key), False)):
+                    part.set(key, _widened(part.get(key), width, value))
+        elif varying.kind != "tensor" and options.strings == "arrow":
+            joined[field.key] = join_arrow_rows([cast(ArrowRows, part.pop(field.key)) for part in parts])
+    whole: Any = torch.cat(cast(Any, list(parts)))
+    for key, rows in joined.items():
+        whole.set(key, rows)
+    return cast(TensorDict, whole)
+
+
+def _widened(tensor: torch.Tensor, width: int, value: float) -> torch.Tensor:
+    if tensor.shape[1] == width:
+        return tensor
+    made = _filled((tensor.shape[0], width, *tensor.shape[2:]), tensor.dtype, value)
+    made[:, : tensor.shape[1]] = tensor
+    return made

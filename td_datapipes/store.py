@@ -24,7 +24,7 @@ from td_datapipes.errors import (
     ServerUnavailableError,
     TDDatapipesError,
 )
-from td_datapipes.heap_batch import RaggedOptions, ValuesBatch
+from td_datapipes.heap_batch import RaggedOptions, ValuesBatch, join_batches
 from td_datapipes.heap_plan import HeapSlab, plan_values
 from td_datapipes.layouts import FieldPart, StoreDescription, build_read_spec, layout_of, nodes_of_parts
 from td_datapipes.manifest import Manifest
@@ -203,6 +203,10 @@ class RowReader:
         """Rows ``[start, stop)`` of what a sink holds, as a batch of views."""
         values = {key: tensor[start:stop] for key, tensor in sink.tensors.items()}
         return new_tensordict(values, self._nodes, stop - start)
+
+    def join(self, parts: Sequence[TensorDict]) -> TensorDict:
+        """Batches of data sets with the same fields one behind the other; see `join_batches`."""
+        return join_batches(parts, self._varying, self.options.ragged)
 
     def lengths(self, field: Field, start: int) -> torch.Tensor:
         """How many items each row from `start` on has of a field of variable length; see `RedisTDDataset.lengths`."""

@@ -52,7 +52,7 @@ class RaggedRows:
         self.names = ["".join(draw.choices(ALPHABET, k=n)) if n % 7 else None for n in self.lengths]
         self.blobs = [draw.randbytes(2 * n) if n % 5 else None for n in self.lengths]
         self.infos = [
-            {"n": n, "list": [None, 1.5, "é"]} if n % 3 else draw.choice([n, None, [], {}, "x"]) for n in self.lengths
+            {"n": n, "list": [None, 1.5, "é"]} if n % 3 else draw.choice([n, None, [], {}, ["x"]]) for n in self.lengths
         ]
 
     def __len__(self) -> int:
