@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from td_datapipes.catalog import connect
 from td_datapipes.cost import CostModel
-from td_datapipes.errors import ConfigurationError, DatasetChangedError, FieldNotFoundError
+from td_datapipes.errors import ConfigurationError, DatasetChangedError, FieldNotFoundError, RowIndexError
 from td_datapipes.extras import Extra, ExtraFields, extra_fields, select_fields
 from td_datapipes.heap_batch import Ragged, RaggedOptions, Strings
 from td_datapipes.layouts import StoreDescription
@@ -174,6 +174,11 @@ class RedisTDDataset(Dataset[TensorDict]):
             DataLossError: the server no longer has what it should; see `errors` for the others.
         """
         rows, shape = resolve_index(index, len(self), self.name)
+        if len(shape) > 1 and self._reader.has_jagged:
+            raise RowIndexError(
+                f"index of shape {tuple(shape)} reshapes the batch, which cannot be done with jagged tensors: index "
+                f"{self.name!r} with one dim, or open it with ragged='pad'"
+            )
         batch = self._whole(self._shared(rows, self._reader.read), rows)
         if len(shape) == 1:
             return batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -135,7 +136,7 @@ class ValuesBatch:
             if varying.kind != "tensor":
                 column: _Column = _Texts(field, lengths, bounds, arrow=options.strings == "arrow")
             elif options.ragged == "pad":
-                column = _Padded(field, _clip(lengths, options), bounds, options.pad_value, pin_memory=pin_memory)
+                column = _Padded(field, _clip(lengths, options), bounds, options.pad_value, pool, pin_memory=pin_memory)
             else:
                 column = _Jagged(field, _clip(lengths, options), bounds, pool, pin_memory=pin_memory)
             column.wanted = WantedValues(
@@ -254,14 +255,8 @@ class _Jagged(_Column):
         super().__init__(field, lengths, bounds)
         self._ends = np.concatenate([[0], np.cumsum(np.maximum(lengths, 0))])
         self.targets = self._ends[:-1] * self._varying.item_bytes
-        shape, dtype = (int(self._ends[-1]), *self._varying.shape), self._varying.dtype
-        nbytes = int(self.nbytes.sum())
-        if pin_memory or not nbytes:
-            self._values = torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
-            self.memory = self._values.view(-1).view(torch.uint8).numpy() if nbytes else np.empty(0, dtype=np.uint8)
-        else:
-            self.memory = pool.take(nbytes)
-            self._values = torch.from_numpy(self.memory).view(dtype).view(shape)
+        shape = (int(self._ends[-1]), *self._varying.shape)
+        self._values, self.memory = _new_values(shape, self._varying.dtype, pool, pin_memory=pin_memory)
 
     def leaves(self, number: int) -> dict[Key, Any]:
         rows = self._rows(number)
@@ -278,7 +273,9 @@ class _Jagged(_Column):
 class _Padded(_Column):
     """A dense tensor as long as the longest row of its batch, and a mask of what is no padding."""
 
-    def __init__(self, field: Field, lengths: Rows, bounds: list[int], pad_value: float, *, pin_memory: bool) -> None:
+    def __init__(
+        self, field: Field, lengths: Rows, bounds: list[int], pad_value: float, pool: MemoryPool, *, pin_memory: bool
+    ) -> None:
         super().__init__(field, lengths, bounds)
         sizes = np.diff(bounds)
         self._longest = [int(lengths[self._rows(number)].max(initial=0)) for number in range(len(sizes))]
@@ -287,9 +284,8 @@ class _Padded(_Column):
         self._ends = ends[bounds]
         self.targets = ends[:-1] * self._varying.item_bytes
         shape, dtype = (int(ends[-1]), *self._varying.shape), self._varying.dtype
-        self._values = _filled(shape, dtype, pad_value, pin_memory=pin_memory)
-        nbytes = self._values.nbytes
-        self.memory = self._values.view(-1).view(torch.uint8).numpy() if nbytes else np.empty(0, dtype=np.uint8)
+        self._values, self.memory = _new_values(shape, dtype, pool, pin_memory=pin_memory)
+        _fill(self._values, pad_value)
 
     def bytes_of(self, number: int) -> int:
         return int(self._ends[number + 1] - self._ends[number]) * self._varying.item_bytes
@@ -298,8 +294,9 @@ class _Padded(_Column):
         rows, longest = self._rows(number), self._longest[number]
         values = self._values[int(self._ends[number]) : int(self._ends[number + 1])]
         padded = values.view(rows.stop - rows.start, longest, *self._varying.shape)
-        mask = torch.arange(longest) < torch.from_numpy(np.ascontiguousarray(self._lengths[rows]))[:, None]
-        return {self._field.key: padded, mask_key(self._field.key): mask}
+        kind = np.int32 if longest < 1 << 31 else np.int64  # half the time where that will do
+        mask = np.arange(longest, dtype=kind) < self._lengths[rows, None].astype(kind)
+        return {self._field.key: padded, mask_key(self._field.key): torch.from_numpy(mask)}
 
 
 class _Texts(_Column):
@@ -335,10 +332,21 @@ def _stack(values: Sequence[Any]) -> NonTensorData | NonTensorStack:
     return NonTensorStack(*(NonTensorData(value, batch_size=[]) for value in values), stack_dim=0)
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, value: float, *, pin_memory: bool = False) -> torch.Tensor:
-    """As ``torch.full``, which not all dtypes have."""
-    made = torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
-    return made.copy_(torch.tensor(value).to(dtype).expand(shape))
+def _new_values(
+    shape: tuple[int, ...], dtype: torch.dtype, pool: MemoryPool, *, pin_memory: bool
+) -> tuple[torch.Tensor, Bytes]:
+    """A tensor whose values are still to come, and its memory."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if pin_memory or not nbytes:
+        made = torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
+        return made, made.view(-1).view(torch.uint8).numpy() if nbytes else np.empty(0, dtype=np.uint8)
+    memory = pool.take(nbytes)
+    return torch.from_numpy(memory).view(dtype).view(shape), memory
+
+
+def _fill(tensor: torch.Tensor, value: float) -> None:
+    """As ``fill_``, which not all dtypes have."""
+    tensor.copy_(torch.tensor(value).to(tensor.dtype).expand(tensor.shape))
 
 
 def join_batches(parts: Sequence[TensorDict], fields: Sequence[Field], options: RaggedOptions) -> TensorDict:
@@ -368,6 +376,7 @@ def join_batches(parts: Sequence[TensorDict], fields: Sequence[Field], options: 
 def _widened(tensor: torch.Tensor, width: int, value: float) -> torch.Tensor:
     if tensor.shape[1] == width:
         return tensor
-    made = _filled((tensor.shape[0], width, *tensor.shape[2:]), tensor.dtype, value)
+    made = torch.empty((tensor.shape[0], width, *tensor.shape[2:]), dtype=tensor.dtype)
+    _fill(made, value)
     made[:, : tensor.shape[1]] = tensor
     return made

@@ -241,6 +241,12 @@ class RowReader:
         """Whether fields of variable length are read."""
         return bool(self._varying)
 
+    @property
+    def has_jagged(self) -> bool:
+        """Whether batches have jagged tensors."""
+        kinds = {field.varying.kind for field in self._varying if field.varying is not None}
+        return "tensor" in kinds and self.options.ragged.ragged == "jagged"
+
     def new_values(self, sink: BatchSink, rows: Rows, sizes: Sequence[int]) -> tuple[ValuesBatch, ReadPlan]:
         """Where the values of variable length of one batch or more go, and how to read them.
 

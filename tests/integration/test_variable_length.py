@@ -26,6 +26,7 @@ from td_datapipes.errors import (
     ConfigurationError,
     DataLossError,
     FieldNotFoundError,
+    RowIndexError,
     SchemaError,
     TDDatapipesError,
 )
@@ -228,6 +229,19 @@ def test_padded_rows_have_a_mask_and_are_cut_off(url: str, max_length: int | Non
         assert batch["tokens_mask"].tolist() == [[at < len(row) for at in range(width)] for row in kept]
         assert list(batch["text", "name"]) == [rows.names[row] for row in index]
         assert dataset.lengths().tolist() == [min(n, max_length or n) for n in rows.lengths]
+
+
+def test_an_index_of_two_dims_needs_padding(url: str) -> None:
+    rows = some_rows()
+    with RedisTDDataset(url) as dataset, pytest.raises(RowIndexError, match=r"shape \(2, 2\).*ragged='pad'"):
+        dataset[[[0, 1], [2, 3]]]
+    with RedisTDDataset(url, ragged="pad", strings="arrow") as dataset:
+        batch = dataset[[[5, 1], [2, 3]]]
+        assert batch.batch_size == (2, 2)
+        assert_same_tensor(batch["tokens"][0, 1, : rows.lengths[1]], rows.tokens[1])
+        assert batch[0]["text", "name"].to_arrow().to_pylist() == [rows.names[5], rows.names[1]]
+    with RedisTDDataset(url, fields=["info"]) as dataset:
+        assert dataset[[[5, 1], [2, 3]]][1, 0]["info"] == rows.infos[2]
 
 
 def test_what_is_cut_off_is_not_read(server: ServerProcess, unique_name: str) -> None:
