@@ -396,13 +396,17 @@ class Manifest:
                 )
             )
         nodes = tuple(Node.from_json(node) for node in data["nodes"])
+        schema = Schema(groups=tuple(groups), nodes=nodes)
+        heaps = tuple(map(Heap.from_json, data.get("heaps", ())))
+        if [heap.key for heap in heaps] != [field.key for field in schema.varying_fields]:
+            raise ValueError("its heaps are not those of its fields of variable length")
         return cls(
             name=str(data["name"]),
             id=str(data["id"]),
             kind=str(data["kind"]),
             generation=int(data["generation"]),
             rows=int(data["rows"]),
-            schema=Schema(groups=tuple(groups), nodes=nodes),
+            schema=schema,
             layouts=tuple(layouts),
             tags=tuple(data["tags"]),
             created=str(data["created"]),
@@ -413,4 +417,5 @@ class Manifest:
             device=str(data.get("device", "")),
             ring=data.get("ring"),
             heaps=tuple(map(Heap.from_json, data.get("heaps", ()))),
+            heaps=heaps,
         )

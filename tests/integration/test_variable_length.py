@@ -28,6 +28,7 @@ from td_datapipes.errors import (
     FieldNotFoundError,
     RowIndexError,
     SchemaError,
+    ServerFullError,
     TDDatapipesError,
 )
 from td_datapipes.manifest import Manifest, manifest_key
@@ -507,3 +508,21 @@ def test_real_text_files_come_back_in_any_order(server: ServerProcess, unique_na
                 assert torch.equal(found, tokens[row])
     with pytest.raises(TDDatapipesError, match="exists"):
         write_dataset(td, url)
+
+
+def test_a_full_server_refuses_values_and_keeps_what_it_had(server: ServerProcess, url: str, unique_name: str) -> None:
+    before = keys_of(server)
+    used = int(server.client().info("memory")["used_memory"])
+    limits = {"maxmemory-policy": "noeviction", "maxmemory": str(used + (8 << 20))}
+    big = torch.zeros(4 << 20, dtype=torch.uint8)
+    td = TensorDict({"x": jagged([big] * 4, big)}, [4])
+    try:
+        for option, value in limits.items():
+            server.execute("CONFIG", "SET", option, value)
+        with pytest.raises(ServerFullError, match="maxmemory"):
+            write_dataset(td, server.url("big"))
+        assert keys_of(server) == before
+    finally:
+        server.execute("CONFIG", "SET", "maxmemory", "0")
+    with RedisTDDataset(url) as dataset:
+        some_rows().assert_equal(dataset[:], list(range(60)))

@@ -307,3 +307,19 @@ def test_mixtures_give_each_source_its_own(server: ServerProcess, url: str, refe
                     continue
                 batch["row"] = torch.tensor(rows)
                 both.assert_equal(batch, rows)
+
+
+def test_rows_that_are_published_meanwhile_are_followed(url: str, reference: RaggedRows) -> None:
+    more = some_rows(40, 1)
+    both = reference + more
+    stream = RedisTDIterableDataset(url, batch_size=64, follow=True, timeout_seconds=30)
+    seen: list[int] = []
+    for batch in stream:
+        if not seen:
+            td = more.td()
+            td["row"] += ROWS
+            append_dataset(td, url, complete=True)
+        both.assert_equal(batch, batch["row"].tolist())
+        seen += batch["row"].tolist()
+    stream.close()
+    assert seen == list(range(ROWS + 40))
