@@ -84,7 +84,7 @@ def convert(
             )
         if layout == "records":
             return _to_records(copying, destination, overwrite=overwrite, chunk_bytes=chunk_bytes, progress=progress)
-        copying.check_dense()
+        copying.schema.require_dense("the layout tensordict_store")
         return _to_store(copying, destination, overwrite=overwrite, progress=progress)
     finally:
         origin.close()
@@ -120,18 +120,6 @@ class _Source:
         self.rows = description.rows
         row_bytes = sum(field.nbytes for field in self.schema.fields.values()) + self._reader.value_bytes
         self._batch_rows = max(1, _BATCH_BYTES // max(row_bytes, 1))
-
-    def check_dense(self) -> None:
-        """Refuse fields of variable length.
-
-        Raises:
-            SchemaError: names the first.
-        """
-        for field in self.schema.varying_fields:
-            raise SchemaError(
-                f"the field {field}, is of variable length, which the layout tensordict_store has no room for; leave "
-                f"it out with fields=, or copy within the layout records with layout='records'"
-            )
 
     @property
     def tensorclass(self) -> str:

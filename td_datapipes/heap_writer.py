@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from td_datapipes.errors import SchemaError
 from td_datapipes.manifest import Heap, Manifest
-from td_datapipes.schema import Field, Schema, format_key, leaves, new_tensordict
+from td_datapipes.schema import Field, Key, Schema, format_key, leaves, new_tensordict
 from td_datapipes.varying import EncodedRows, Varying, encode_rows
 
 __all__ = ["HeapWriter", "PutHeapChunk", "new_heaps"]
@@ -41,7 +41,7 @@ class HeapWriter:
     def __init__(self, manifest: Manifest, put: PutHeapChunk) -> None:
         self._begun = manifest.heaps
         first = len(manifest.layouts)
-        self._chunks = [_HeapChunks(first + number, heap, put) for number, heap in enumerate(manifest.heaps)]
+        self._chunks = {heap.key: _HeapChunks(first + number, heap, put) for number, heap in enumerate(manifest.heaps)}
 
     def take(self, batch: TensorDictBase, schema: Schema) -> TensorDictBase:
         """The batch with spans in place of the values, which are on their way.
@@ -57,19 +57,23 @@ class HeapWriter:
             return batch
         values = dict(leaves(batch))
         encoded = [_encode(field, values[field.key]) for field in schema.varying_fields]
-        for field, rows, chunks in zip(schema.varying_fields, encoded, self._chunks, strict=True):
-            values[field.key] = torch.from_numpy(chunks.add(rows))
+        for field, rows in zip(schema.varying_fields, encoded, strict=True):
+            values[field.key] = torch.from_numpy(self.add(field.key, rows))
         return new_tensordict(values, schema.nodes, batch.batch_size[0])
+
+    def add(self, key: Key, rows: EncodedRows) -> npt.NDArray[np.int64]:
+        """Take the values of a field's next rows; their spans, which stand in the records, ``[rows, 2]``."""
+        return self._chunks[key].add(rows)
 
     def flush(self) -> None:
         """Send the chunks being filled."""
-        for chunks in self._chunks:
+        for chunks in self._chunks.values():
             chunks.flush()
 
     @property
     def nbytes(self) -> list[int]:
         """Bytes of each heap so far."""
-        return [chunks.nbytes for chunks in self._chunks]
+        return [chunks.nbytes for chunks in self._chunks.values()]
 
     def heaps(self, rows: int) -> tuple[Heap, ...]:
         """The heaps of a data set that is written anew and has so many rows."""

@@ -416,6 +416,5 @@ class Manifest:
             unbatched=bool(data.get("unbatched", False)),
             device=str(data.get("device", "")),
             ring=data.get("ring"),
-            heaps=tuple(map(Heap.from_json, data.get("heaps", ()))),
             heaps=heaps,
         )

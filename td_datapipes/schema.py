@@ -218,6 +218,18 @@ class Schema:
         """The fields of variable length; each has a heap."""
         return tuple(field for field in self.fields.values() if field.varying is not None)
 
+    def require_dense(self, holder: str) -> None:
+        """Refuse fields of variable length.
+
+        Raises:
+            SchemaError: names the first, and `holder`, which has no room for it.
+        """
+        for field in self.varying_fields:
+            raise SchemaError(
+                f"field {field} is of variable length, for which {holder} has no room; make it a tensor of which all "
+                f"rows have one shape (padded, say), or leave it out"
+            )
+
     def decided_by(self, other: Schema) -> Schema:
         """The same; fields without a value so far are of the kind that those of a later batch are of."""
         if not any(field.varying is not None and field.varying.kind == "null" for field in self.varying_fields):

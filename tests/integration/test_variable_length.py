@@ -20,7 +20,16 @@ from rows_in_memory import ALL_DTYPES, assert_same_tensor, random_tensor
 from servers import ServerProcess
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from td_datapipes import ArrowRows, Placement, RedisTDDataset, RedisTensorDict, append_dataset, convert, write_dataset
+from td_datapipes import (
+    ArrowRows,
+    Placement,
+    RedisReplayBuffer,
+    RedisTDDataset,
+    RedisTensorDict,
+    append_dataset,
+    convert,
+    write_dataset,
+)
 from td_datapipes.catalog import collect, connect, drop
 from td_datapipes.errors import (
     ConfigurationError,
@@ -353,10 +362,13 @@ def test_a_field_in_the_place_of_a_mask_is_named(server: ServerProcess, unique_n
 
 
 def test_other_layouts_refuse_them_by_name(server: ServerProcess, url: str, unique_name: str) -> None:
-    with pytest.raises(SchemaError, match=r"'name'\): str, is of variable length"):
+    with pytest.raises(SchemaError, match=r"'name'\): str is of variable length, for which the layout"):
         convert(url, server.url(f"{unique_name}-store"))
     with pytest.raises(ConfigurationError, match="frozen"):
         RedisTensorDict.from_redis(url)
+    buffer = RedisReplayBuffer(server.url(f"{unique_name}-ring"), capacity=100)
+    with pytest.raises(SchemaError, match="is of variable length, for which a replay buffer has no room"):
+        buffer.extend(some_rows(5).td())
 
 
 HARMS: dict[str, tuple[Any, str]] = {
