@@ -10,12 +10,14 @@ from __future__ import annotations
 from .batch import RowBatch, Window
 from .block_shuffle import BlockShuffleBatchSampler
 from .coalescing import CoalescingBatchSampler
+from .lengths import LengthBatchSampler
 from .rows import RowSampler
 from .slices import SliceBatchSampler
 
 __all__ = [
     "BlockShuffleBatchSampler",
     "CoalescingBatchSampler",
+    "LengthBatchSampler",
     "RowBatch",
     "RowSampler",
     "SliceBatchSampler",

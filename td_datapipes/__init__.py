@@ -16,6 +16,7 @@ from td_datapipes.collate import register_collate
 
 if TYPE_CHECKING:
     from td_datapipes.appender import append_dataset
+    from td_datapipes.arrow_rows import ArrowRows
     from td_datapipes.conversion import convert
     from td_datapipes.datapipes import RedisTDIterableDataset, RedisTDIterDataPipe
     from td_datapipes.datasets import RedisTDDataset
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from td_datapipes.writer import write_dataset
 
 __all__ = [
+    "ArrowRows",
     "DTensorCollate",
     "Placement",
     "RedisReplayBuffer",
@@ -56,6 +58,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ArrowRows": "td_datapipes.arrow_rows",
     "DTensorCollate": "td_datapipes.dtensor_collate",
     "Placement": "td_datapipes.placement",
     "RedisReplayBuffer": "td_datapipes.replay",

@@ -38,6 +38,7 @@ from td_datapipes.errors import (
     TDDatapipesError,
 )
 from td_datapipes.garbage import process_is_gone, writer_note
+from td_datapipes.heap_writer import HeapWriter
 from td_datapipes.integrity import store_checksums
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
@@ -152,9 +153,9 @@ class _Append:
         stage(server, self._name, self._staged_id, writer_note(manifest, time.time()))
         try:
             with progress_bar(f"appending to {self._name}", total, progress) as advance:
-                rows = self._write(batches, advance)
+                rows, heap_bytes = self._write(batches, advance)
             persist(server)
-            confirm_chunks(server, manifest.with_rows(rows), manifest.rows)
+            confirm_chunks(server, manifest.with_rows(rows, heap_bytes=heap_bytes), manifest)
         except BaseException:
             self._undo()
             raise
@@ -163,7 +164,7 @@ class _Append:
             return manifest
         last = tuple(group.last_checksum for group in self._groups)
         last_checksums = None if manifest.last_checksums is None else last
-        published = manifest.with_rows(rows, complete=complete, last_checksums=last_checksums)
+        published = manifest.with_rows(rows, complete=complete, last_checksums=last_checksums, heap_bytes=heap_bytes)
         try:
             self._publish(published)
         except (AppendConflictError, ServerError, AuthenticationError):
@@ -186,31 +187,34 @@ class _Append:
                 "nothing follows. Write it anew with write_dataset(..., overwrite=True)"
             )
 
-    def _write(self, batches: Iterable[TensorDictBase], advance: Any) -> int:
-        """Send the rows; how many the data set has with them."""
+    def _write(self, batches: Iterable[TensorDictBase], advance: Any) -> tuple[int, list[int]]:
+        """Send the rows; how many the data set has with them, and how many bytes each heap."""
         manifest, schema = self._manifest, self._manifest.schema
         begun = manifest.last_checksums or (0,) * len(schema.groups)
         self._groups = groups = [
             GroupChunks(manifest, number, self._put, manifest.rows, begun[number])
             for number in range(len(schema.groups))
         ]
+        heaps = HeapWriter(manifest, self._put)
         rows = manifest.rows
         for batch in batches:
-            found = schema_of(batch)
+            found = schema_of(batch, schema)
             if not found.same_rows(schema):
                 raise SchemaError(
                     f"the batch does not fit the data set {self._name!r}: {schema.difference(found)} "
                     "(here: the data set, there: the batch); nothing was appended"
                 )
+            dense = heaps.take(batch, schema)
             for group in groups:
-                group.add(batch)
+                group.add(dense)
             rows += batch.batch_size[0]
             advance(batch.batch_size[0])
         for number, group in enumerate(groups):
             group.flush()
             if manifest.last_checksums is not None:
                 store_checksums(self._server, manifest, number, group.first_chunk, group.checksums)
-        return rows
+        heaps.flush()
+        return rows, heaps.nbytes
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
         if time.monotonic() - self._renewed > LEASE_SECONDS / 3:

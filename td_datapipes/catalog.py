@@ -182,7 +182,7 @@ def retire(server: Server, manifest: Manifest) -> None:
     server.call(f"removing the former {manifest.name!r}", lambda client: unlink_keys(client, keys))
 
 
-def confirm_chunks(server: Server, manifest: Manifest, first_row: int = 0) -> None:
+def confirm_chunks(server: Server, manifest: Manifest, before: Manifest | None = None) -> None:
     """On a cluster, make sure before they are published that chunks are still there, and with replicas.
 
     Masters confirm a write before their replicas have it; what a master had not passed on when it failed is gone.
@@ -190,7 +190,7 @@ def confirm_chunks(server: Server, manifest: Manifest, first_row: int = 0) -> No
     Args:
         server: where.
         manifest: what is to be published.
-        first_row: chunks that hold only rows before this one have been published before.
+        before: the generation it was appended to; what only that one's rows are in has been published before.
 
     Raises:
         DataLossError: a chunk is gone. It is not published, and can be written again.
@@ -200,9 +200,15 @@ def confirm_chunks(server: Server, manifest: Manifest, first_row: int = 0) -> No
         return
     wanted: list[tuple[bytes, int]] = []
     for group, layout in enumerate(manifest.layouts):
-        first = first_row // layout.records_per_chunk * layout.pieces if layout.stride_bytes else 0
+        first_row = before.rows if before is not None and layout.stride_bytes else 0
+        first = first_row // layout.records_per_chunk * layout.pieces
         for chunk in range(first, layout.num_chunks(manifest.rows)):
             wanted.append((manifest.chunk_key(group, chunk), layout.chunk_bytes(chunk, manifest.rows)))
+    for number, heap in enumerate(manifest.heaps):
+        first = 0 if before is None else before.heaps[number].nbytes // heap.chunk_bytes
+        for chunk in range(first, heap.num_chunks):
+            nbytes = min(heap.chunk_bytes, heap.nbytes - chunk * heap.chunk_bytes)
+            wanted.append((manifest.chunk_key(len(manifest.layouts) + number, chunk), nbytes))
     for start in range(0, len(wanted), _KEYS_PER_UNLINK):
         some = wanted[start : start + _KEYS_PER_UNLINK]
 
@@ -318,17 +324,17 @@ def sweep_chunks(server: Server, manifest: Manifest) -> int:
 
 def _sweep(client: Any, manifest: Manifest) -> int:
     removed = 0
-    for group, layout in enumerate(manifest.layouts):
-        first = layout.num_chunks(manifest.rows)
+    counts = [layout.num_chunks(manifest.rows) for layout in manifest.layouts]
+    counts += [heap.num_chunks for heap in manifest.heaps]
+    for group, first in enumerate(counts):
         # Chunks are written in order, so the first run of missing ones is behind the last.
-        while layout.stride_bytes and (
-            found := client.unlink(
-                *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
-            )
+        while found := client.unlink(
+            *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
         ):
             removed += found
             first += _CHUNKS_PER_SWEEP
-        if not manifest.rows:
+    if not manifest.rows:
+        for group in range(len(manifest.layouts)):
             client.unlink(manifest.checksums_key(group))
     return removed
 
@@ -338,6 +344,9 @@ def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
     for group, layout in enumerate(manifest.layouts):
         for chunk in range(layout.num_chunks(manifest.rows)):
             yield manifest.chunk_key(group, chunk)
+    for number, heap in enumerate(manifest.heaps, len(manifest.layouts)):
+        for chunk in range(heap.num_chunks):
+            yield manifest.chunk_key(number, chunk)
     yield from manifest.checksums_keys
     for value in manifest.values:
         yield manifest.value_key(value)

@@ -23,6 +23,7 @@ from td_datapipes.schema import Field, Key, Schema, format_key
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.store_writer import StoreWriter, tensor_bytes
 from td_datapipes.upstream import Description, find_description, open_description
+from td_datapipes.varying import encode_rows
 from td_datapipes.wire.server import Server
 from td_datapipes.writer import persist, write_rows
 
@@ -83,6 +84,7 @@ def convert(
             )
         if layout == "records":
             return _to_records(copying, destination, overwrite=overwrite, chunk_bytes=chunk_bytes, progress=progress)
+        copying.schema.require_dense("the layout tensordict_store")
         return _to_store(copying, destination, overwrite=overwrite, progress=progress)
     finally:
         origin.close()
@@ -116,7 +118,7 @@ class _Source:
         self._reader = _reader(server, description, dense)
         self.schema = _schema(description, dense, stacked)
         self.rows = description.rows
-        row_bytes = sum(field.nbytes for field in self.schema.fields.values())
+        row_bytes = sum(field.nbytes for field in self.schema.fields.values()) + self._reader.value_bytes
         self._batch_rows = max(1, _BATCH_BYTES // max(row_bytes, 1))
 
     @property
@@ -177,14 +179,23 @@ class _Source:
         with progress_bar(f"verifying {title}", self.rows, progress) as advance:
             for batch, rows in zip(self.batches(advance), self.row_numbers(), strict=True):
                 other = theirs.read(rows)
-                for key in self.schema.fields:
-                    if tensor_bytes(batch.get(key)) != tensor_bytes(other.get(key)):
+                for key, field in self.schema.fields.items():
+                    if _content(batch, field) != _content(other, field):
                         raise _differs(title, key, f"in rows {rows[0]} to {rows[-1]}")
         mine = self.values()
         found = {} if extras is None else extras.values(np.arange(self.rows, dtype=np.int64))
         for key, value in mine.items():
             if json.dumps(found.get(key)) != json.dumps(value):  # as texts: a NaN is equal to itself then
                 raise _differs(title, key, "in its values")
+
+
+def _content(batch: TensorDictBase, field: Field) -> object:
+    """Every byte of a field, and of values of variable length also whose each is."""
+    value = batch.get(field.key)
+    if field.varying is None:
+        return tensor_bytes(value)
+    encoded = encode_rows(value, field.varying)
+    return bytes(encoded.data), encoded.lengths.tolist()
 
 
 def _schema(description: Description, dense: Sequence[Field], stacked: Sequence[Extra]) -> Schema:
@@ -237,7 +248,13 @@ def _to_records(
     with progress_bar(f"converting {source.description.name}", source.rows, progress) as advance:
         batches = source.batches(advance)
         return write_rows(
-            server, batches, overwrite=overwrite, chunk_bytes=chunk_bytes, progress=False, complete=complete
+            server,
+            batches,
+            overwrite=overwrite,
+            chunk_bytes=chunk_bytes,
+            progress=False,
+            complete=complete,
+            like=source.schema,
         )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
+import torch
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 
 from td_datapipes.catalog import connect
 from td_datapipes.cost import CostModel
-from td_datapipes.errors import ConfigurationError, DatasetChangedError
+from td_datapipes.errors import ConfigurationError, DatasetChangedError, FieldNotFoundError, RowIndexError
 from td_datapipes.extras import Extra, ExtraFields, extra_fields, select_fields
+from td_datapipes.heap_batch import Ragged, RaggedOptions, Strings
 from td_datapipes.layouts import StoreDescription
 from td_datapipes.manifest import Manifest
 from td_datapipes.placement import Placement
@@ -20,7 +22,7 @@ from td_datapipes.prefetch import AnnouncedBatch, Prefetcher
 from td_datapipes.read_spec import Rows
 from td_datapipes.replica_reads import ReplicaReader
 from td_datapipes.rows import resolve_index
-from td_datapipes.schema import Field, Key, Schema
+from td_datapipes.schema import Field, Key, Schema, format_key, normalise_key
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.upstream import Description, find_description, open_description
 from td_datapipes.wire.reader import ReadStats
@@ -62,6 +64,12 @@ class RedisTDDataset(Dataset[TensorDict]):
         verify: compare every chunk that is read whole (adjacent rows, all fields) with its checksum. Reads of single
             rows see no whole chunk; `verify_dataset` looks at all of them.
         retry: how often and how long what failed is tried again; by default as the URL's ``retry_...`` options say.
+        ragged: tensors of variable length become ``jagged`` nested tensors, or are padded to the longest row of the
+            batch (``pad``), with a bool mask of what is no padding beside them: that of ``tokens`` is ``tokens_mask``.
+        pad_value: what they are padded with.
+        max_length: take at most so many items of each row of a tensor of variable length; what is behind is not read.
+        strings: strings, bytes and JSON values of variable length become a ``NonTensorStack`` (``stack``), or an
+            `ArrowRows` with a pyarrow array (``arrow``).
         allow_pickle: read values that ``TensorDictStore`` pickled. Whoever can write to the server can then run code
             in this process.
 
@@ -88,11 +96,22 @@ class RedisTDDataset(Dataset[TensorDict]):
         verify: bool = False,
         retry: RetryPolicy | None = None,
         allow_pickle: bool = False,
+        ragged: Ragged = "jagged",
+        pad_value: float = 0,
+        max_length: int | None = None,
+        strings: Strings = "stack",
     ) -> None:
         if prefetch_bytes < 0:
             raise ConfigurationError(f"prefetch_bytes must be 0 or more, got {prefetch_bytes}")
+        varying = RaggedOptions(ragged=ragged, pad_value=pad_value, max_length=max_length, strings=strings)
         options = ReadOptions(
-            strategy=strategy, strided=strided, pin_memory=pin_memory, atomic=atomic, read_from=read_from, verify=verify
+            strategy=strategy,
+            strided=strided,
+            pin_memory=pin_memory,
+            atomic=atomic,
+            read_from=read_from,
+            verify=verify,
+            ragged=varying,
         )
         server = connect(url, retry=retry)
         try:
@@ -180,6 +199,11 @@ class RedisTDDataset(Dataset[TensorDict]):
             DataLossError: the server no longer has what it should; see `errors` for the others.
         """
         rows, shape = resolve_index(index, len(self), self.name)
+        if len(shape) > 1 and self._reader.has_jagged:
+            raise RowIndexError(
+                f"index of shape {tuple(shape)} reshapes the batch, which cannot be done with jagged tensors: index "
+                f"{self.name!r} with one dim, or open it with ragged='pad'"
+            )
         batch = self._whole(self._shared(rows, self._reader.read), rows)
         if len(shape) == 1:
             return batch
@@ -195,6 +219,33 @@ class RedisTDDataset(Dataset[TensorDict]):
         numbers, _ = resolve_index(rows, len(self), self.name)
         prefetcher, announced = self._prefetcher, cast(AnnouncedBatch, rows)
         return self._whole(self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers)), numbers)
+
+    def join(self, parts: Sequence[TensorDict]) -> TensorDict:
+        """Batches of this data set, or of others that have its fields and were opened alike, one behind the other.
+
+        Unlike ``torch.cat`` it also joins padded batches of several widths and `ArrowRows`. It may change `parts`.
+        """
+        return self._reader.join(parts)
+
+    def lengths(self, field: str | tuple[str, ...] | None = None, *, start: int = 0) -> torch.Tensor:
+        """How many items each row of a field of variable length has: at most `max_length`, 0 where it has no value.
+
+        Only the lengths are read, in blocks. Of strings, bytes and JSON values they are bytes.
+
+        Args:
+            field: by default the one tensor of variable length there is.
+            start: the first row asked for.
+
+        Returns:
+            int64 ``[rows - start]``.
+
+        Raises:
+            ConfigurationError: no field is given and there is not one tensor of variable length, or `start` is no row.
+            FieldNotFoundError: there is no such field of variable length.
+        """
+        if not 0 <= start <= len(self):
+            raise ConfigurationError(f"start must be in [0, {len(self)}], got {start}")
+        return self._reader.lengths(_varying_field(self.schema, field), start)
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Row after row; a loader, or slices, are the fast ways."""
@@ -322,3 +373,19 @@ class RedisTDDataset(Dataset[TensorDict]):
     def __repr__(self) -> str:
         fields = ", ".join(map(str, self.schema.select(self._fields)))
         return f"{type(self).__name__}({str(self.url)!r}, rows={len(self)}, fields=[{fields}])"
+
+
+def _varying_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> Field:
+    """The field of variable length that is meant."""
+    known = schema.varying_fields
+    names = ", ".join(format_key(field.key) for field in known) or "none"
+    if wanted is None:
+        tensors = [field for field in known if field.varying is not None and field.varying.kind == "tensor"]
+        if len(tensors) != 1:
+            raise ConfigurationError(f"name the field whose lengths are meant; those of variable length are {names}")
+        return tensors[0]
+    key = normalise_key(wanted)
+    found = next((field for field in known if field.key == key), None)
+    if found is None:
+        raise FieldNotFoundError(f"there is no field {format_key(key)} of variable length; there are {names}")
+    return found

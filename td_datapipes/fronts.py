@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from td_datapipes.datasets import DEFAULT_PREFETCH_BYTES, RedisTDDataset
 from td_datapipes.errors import ConfigurationError, StateError
+from td_datapipes.heap_batch import Ragged, Strings
 from td_datapipes.joined import JoinedRows
 from td_datapipes.mixture import RedisTDMixture
 from td_datapipes.order import Cursor, Share, fingerprint
@@ -39,6 +40,7 @@ class StreamArguments(TypedDict, total=False):
 
     Attributes:
         fields, strategy, strided, pin_memory, prefetch_bytes, allow_pickle: as for `RedisTDDataset`.
+        ragged, pad_value, max_length, strings: as for `RedisTDDataset`.
         rank, world_size: this process among how many.
         read_rows: rows read at a time, and dealt to a worker at a time, where they are given one by one; 256. Make it
             a multiple of the loader's batch size, and no more than one batch over all workers comes short.
@@ -55,6 +57,10 @@ class StreamArguments(TypedDict, total=False):
     strided: bool
     pin_memory: bool
     prefetch_bytes: int
+    ragged: Ragged
+    pad_value: float
+    max_length: int | None
+    strings: Strings
     allow_pickle: bool
     rank: int | None
     world_size: int | None
@@ -213,7 +219,8 @@ def _check(
 
 
 def _open(urls: Urls, arguments: Mapping[str, Any]) -> RedisTDDataset | JoinedRows:
-    names = ("fields", "strategy", "strided", "pin_memory", "prefetch_bytes", "allow_pickle")
+    names = ["fields", "strategy", "strided", "pin_memory", "prefetch_bytes", "allow_pickle"]
+    names += ["ragged", "pad_value", "max_length", "strings"]
     chosen = {name: arguments[name] for name in names if name in arguments}
     if isinstance(urls, str):
         return RedisTDDataset(urls, **chosen)

@@ -16,7 +16,7 @@ from td_datapipes.errors import ConfigurationError, SchemaError
 from td_datapipes.prefetch import AnnouncedBatch, AnnouncedWindow
 from td_datapipes.read_spec import Rows
 from td_datapipes.rows import resolve_index
-from td_datapipes.schema import Key, Schema
+from td_datapipes.schema import Field, Key, Schema
 from td_datapipes.wire.reader import ReadStats
 
 __all__ = ["JoinedRows"]
@@ -72,8 +72,7 @@ class JoinedRows(Dataset[TensorDict]):
         if len(parts) == 1:
             return parts[0]
         back = torch.from_numpy(np.argsort(np.concatenate(places), kind="stable"))
-        together: Any = torch.cat(cast(Any, parts))
-        return cast(TensorDict, together[back])
+        return self.sources[0].join(parts)[back]
 
     def refresh(self) -> int:
         """Take in the rows appended to the last source since it was opened; how many rows there are now.
@@ -179,10 +178,14 @@ def _check_same_fields(first: RedisTDDataset, other: RedisTDDataset) -> None:
         difference = mine.difference(theirs)
     else:
         pairs = [(mine.fields[key], theirs.fields[key]) for key in dense if key in theirs.fields]
-        unlike = [pair for pair in pairs if (pair[0].dtype, pair[0].shape) != (pair[1].dtype, pair[1].shape)]
+        unlike = [pair for pair in pairs if not _alike(*pair)]
         difference = f"{unlike[0][0]} here, {unlike[0][1]} there" if unlike else ""
     if difference:
         raise SchemaError(
             f"{first.name!r} and {other.name!r} cannot be read as one: {difference} (here: {first.name!r}, there: "
             f"{other.name!r}); choose fields that are alike with fields=[...]"
         )
+
+
+def _alike(mine: Field, theirs: Field) -> bool:
+    return (mine.dtype, mine.shape, mine.varying) == (theirs.dtype, theirs.shape, theirs.varying)

@@ -11,6 +11,7 @@ key space or move a hash tag)::
     td:{N}:appends             how many have begun to append: each one's number
     td:{<id>.<shard>}:<group>:<chunk>   chunk <chunk> (8 hex digits) of group <group>; one hash tag a shard
     td:{<id>.<shard>}:checksums:crc32:<group>   of the group's chunks, 4 bytes each; with the first shard
+    td:{<id>.<shard>}:v<number>:<chunk> chunk <chunk> of the heap of the field of variable length <number>
     td:{<id>.<shard>}:<label>:json      non-tensor values: one JSON text, or a hash of one a row
     td:{<id>.<shard>}:fence    the number of the latest appender; chunks of the shard refuse those of earlier ones
 
@@ -20,12 +21,15 @@ what it holds. Its groups come and go, so their keys have a label that is never 
 
 A chunk holds whole records and `SPARE_BYTES` more. Where one record is longer than a chunk may be, it is cut into
 *pieces* of ``chunk_bytes`` and each piece is a chunk of its own: piece ``p`` of row ``r`` is chunk ``r * pieces + p``.
+
+A *heap* holds the values of one field of variable length, one behind the other without any gap, and is cut into chunks
+of ``chunk_bytes`` wherever that falls: a value may lie across several. It has no spare bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -39,6 +43,7 @@ __all__ = [
     "NAMES_KEY",
     "SPARE_BYTES",
     "ChunkLayout",
+    "Heap",
     "Manifest",
     "Value",
     "appender_key",
@@ -50,7 +55,8 @@ __all__ = [
     "superseded_key",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What this release reads. Without fields of variable length, what it writes is of version 1."""
 NAMES_KEY = b"td:names"
 _MAX_SHOWN_NAME = 40
 SPARE_BYTES = 32
@@ -171,6 +177,40 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Heap:
+    """Where the values of one field of variable length lie: one behind the other, in chunks.
+
+    Attributes:
+        key: the field's.
+        chunk_bytes: bytes of a chunk; the last may be shorter.
+        nbytes: bytes of all values.
+        row_bytes: of a row's values on average when the data set was first written. Appending leaves it as it is:
+            samplers size their blocks by it.
+    """
+
+    key: Key
+    chunk_bytes: int
+    nbytes: int
+    row_bytes: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that hold its values."""
+        return -(-self.nbytes // self.chunk_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest stores it."""
+        sizes = {"chunk_bytes": self.chunk_bytes, "nbytes": self.nbytes, "row_bytes": self.row_bytes}
+        return {"key": list(self.key), **sizes}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Heap:
+        """The inverse of `to_json`."""
+        sizes = {name: int(data[name]) for name in ("chunk_bytes", "nbytes", "row_bytes")}
+        return cls(key=tuple(data["key"]), **sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What describes one generation of a data set.
 
@@ -192,6 +232,8 @@ class Manifest:
         unbatched: its one row is a TensorDict without batch dims.
         device: where reads of a `RedisTensorDict` put tensors; empty for nowhere in particular.
         ring: what a replay buffer was made with (kind ``ring``).
+        heaps: of the fields of variable length, in the schema's order. Where a group's number is asked for, a heap's
+            is its number among them behind those of the groups.
     """
 
     name: str
@@ -210,18 +252,21 @@ class Manifest:
     unbatched: bool = False
     device: str = ""
     ring: Mapping[str, Any] | None = None
+    heaps: tuple[Heap, ...] = ()
 
     @cached_property
     def _key_heads(self) -> tuple[tuple[bytes, ...], ...]:
         labels = tuple(map(str, range(len(self.layouts)))) if self.labels is None else self.labels
+        labels += tuple(f"v{number}" for number in range(len(self.heaps)))
         return tuple(tuple(f"td:{{{tag}}}:{label}:".encode() for tag in self.tags) for label in labels)
 
     def chunk_key(self, group: int, chunk: int) -> bytes:
-        """The server's key of one chunk."""
+        """The server's key of one chunk, of a group or of a heap."""
         return b"%s%08x" % (self._key_heads[group][self._shard(group, chunk)], chunk)
 
     def _shard(self, group: int, chunk: int) -> int:
-        return chunk // self.layouts[group].pieces % len(self.tags)
+        pieces = self.layouts[group].pieces if group < len(self.layouts) else 1
+        return chunk // pieces % len(self.tags)
 
     def tag_of(self, group: int, chunk: int) -> str:
         """The hash tag of the shard that a chunk lies in."""
@@ -244,6 +289,11 @@ class Manifest:
     def value_key(self, value: Value) -> bytes:
         """The server's key of a non-tensor field."""
         return f"td:{{{self.tags[0]}}}:{value.label}:json".encode()
+
+    def heap_of(self, key: Key) -> tuple[int, Heap]:
+        """The heap of a field of variable length, and the number that stands for it where a group's could."""
+        number = next(number for number, heap in enumerate(self.heaps) if heap.key == key)
+        return len(self.layouts) + number, self.heaps[number]
 
     @property
     def structure_key(self) -> bytes:
@@ -268,16 +318,25 @@ class Manifest:
         return self.fence_keys[self._shard(group, chunk)]
 
     def with_rows(
-        self, rows: int, *, complete: bool = False, last_checksums: tuple[int, ...] | None = None
+        self,
+        rows: int,
+        *,
+        complete: bool = False,
+        heap_bytes: Sequence[int] = (),
+        last_checksums: tuple[int, ...] | None = None,
     ) -> Manifest:
-        """The next generation, with more rows."""
+        """The next generation, with more rows and values."""
+        grown = zip(self.heaps, heap_bytes, strict=True) if heap_bytes else ()
+        heaps = tuple(replace(heap, nbytes=nbytes) for heap, nbytes in grown) or self.heaps
         generation = self.generation + 1
-        return replace(self, rows=rows, generation=generation, complete=complete, last_checksums=last_checksums)
+        return replace(
+            self, rows=rows, generation=generation, complete=complete, heaps=heaps, last_checksums=last_checksums
+        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its records."""
-        return sum(layout.stride_bytes for layout in self.layouts) * self.rows
+        """Bytes of all its records and values of variable length."""
+        return sum(layout.stride_bytes for layout in self.layouts) * self.rows + sum(heap.nbytes for heap in self.heaps)
 
     @property
     def fingerprint(self) -> str:
@@ -302,7 +361,7 @@ class Manifest:
         ]
         data = {
             "format": "td_datapipes",
-            "version": FORMAT_VERSION,
+            "version": FORMAT_VERSION if self.heaps else 1,
             "name": self.name,
             "id": self.id,
             "kind": self.kind,
@@ -326,6 +385,8 @@ class Manifest:
             data["device"] = self.device
         if self.ring is not None:
             data["ring"] = dict(self.ring)
+        if self.heaps:
+            data["heaps"] = [heap.to_json() for heap in self.heaps]
         # Each new entry of a mutable one publishes it anew, and indented text takes several times as long to make.
         return json.dumps(data, indent=None if self.kind == "mutable" else 1, ensure_ascii=False)
 
@@ -368,13 +429,17 @@ class Manifest:
                 )
             )
         nodes = tuple(Node.from_json(node) for node in data["nodes"])
+        schema = Schema(groups=tuple(groups), nodes=nodes)
+        heaps = tuple(map(Heap.from_json, data.get("heaps", ())))
+        if [heap.key for heap in heaps] != [field.key for field in schema.varying_fields]:
+            raise ValueError("its heaps are not those of its fields of variable length")
         return cls(
             name=str(data["name"]),
             id=str(data["id"]),
             kind=str(data["kind"]),
             generation=int(data["generation"]),
             rows=int(data["rows"]),
-            schema=Schema(groups=tuple(groups), nodes=nodes),
+            schema=schema,
             layouts=tuple(layouts),
             tags=tuple(data["tags"]),
             created=str(data["created"]),
@@ -385,4 +450,5 @@ class Manifest:
             unbatched=bool(data.get("unbatched", False)),
             device=str(data.get("device", "")),
             ring=data.get("ring"),
+            heaps=heaps,
         )

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from td_datapipes.datasets import DEFAULT_PREFETCH_BYTES, RedisTDDataset
 from td_datapipes.errors import ConfigurationError
+from td_datapipes.heap_batch import Ragged, Strings
 from td_datapipes.joined import JoinedRows
 from td_datapipes.mixing import MixtureOrder, SourceShape, slots_of_weights
 from td_datapipes.order import Share, fingerprint
@@ -35,7 +36,7 @@ class RedisTDMixture(JoinedRows):
         sources: a URL and a weight > 0 each. Integers, fractions and decimals are kept exactly, if the period has at
             most 65,536 rows; else shares are rounded to so many parts.
         seed: of all orders, >= 0.
-        fields, strategy, strided, pin_memory: as for `RedisTDDataset`.
+        fields, strategy, strided, pin_memory, ragged, pad_value, max_length, strings: as for `RedisTDDataset`.
         prefetch_bytes: limit of what may be read ahead, over all sources, divided by weight.
 
     Raises:
@@ -54,6 +55,10 @@ class RedisTDMixture(JoinedRows):
         strided: bool = False,
         pin_memory: bool = False,
         prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
+        ragged: Ragged = "jagged",
+        pad_value: float = 0,
+        max_length: int | None = None,
+        strings: Strings = "stack",
     ) -> None:
         self.seed = seed
         self.slots = slots_of_weights([weight for _, weight in sources])
@@ -66,6 +71,10 @@ class RedisTDMixture(JoinedRows):
                     strategy=strategy,
                     strided=strided,
                     pin_memory=pin_memory,
+                    ragged=ragged,
+                    pad_value=pad_value,
+                    max_length=max_length,
+                    strings=strings,
                     prefetch_bytes=prefetch_bytes and max(prefetch_bytes * slots // self.period, 1),
                 )
                 opened.append(source)

@@ -278,7 +278,8 @@ class Placement:
             known_keys: all that the data set has, where ``fields`` are only some of them.
 
         Raises:
-            ConfigurationError: placements for a key that no field has, or a ``Shard`` of a dim a field does not have.
+            ConfigurationError: placements for a key that no field has, a ``Shard`` of a dim a field does not have, or a
+                field of variable length.
         """
         fields = tuple(fields)
         known = [field.key for field in fields] if known_keys is None else list(known_keys)
@@ -292,6 +293,12 @@ class Placement:
         return RankPlacement(mesh=self.mesh, coordinate=coordinate, fields=shares)
 
     def _share(self, field: Field, coordinate: tuple[int, ...]) -> FieldShare:
+        if field.varying is not None:
+            raise ConfigurationError(
+                f"field {field} is of variable length, and a placement says which bytes of rows of one length a rank "
+                f"keeps: leave it out with fields=, or read it without placement and deal the rows with a sampler's "
+                f"rank= and world_size="
+            )
         placements = self.placements_for(field.key, 1 + len(field.shape))
         row_axes = _row_axes(placements, self.mesh)
         # The rows' dim has any size here: which rows is asked for each batch.

@@ -324,7 +324,7 @@ class _ReadAhead:
         return any(batch in group.batches for group in self._receiving for batch in self._wanted)
 
     def _draw(self, window: _WindowRead, seen: int) -> None:
-        batches = window.draw(self._reader.spec.row_bytes)
+        batches = window.draw(self._reader.held_row_bytes)
         with self._changed:
             if self._round != seen:
                 return
@@ -358,14 +358,31 @@ class _ReadAhead:
         group.start(self._plans, self._reader)
 
     def _receive(self, group: ReadGroup, seen: int) -> None:
+        if self._reader.has_varying:
+            self._start_values(seen)
         job = group.job
         if job is not None and job.unfinished:
             deadline = time.monotonic() + self._reader.server.timeout_seconds
             self._plans.step(deadline, f"reading ahead {group.plan.num_rows} rows of {self._reader.name!r}")
-        if job is None or not job.unfinished:
+        if (job is None or not job.unfinished) and not (self._reader.has_varying and group.wants_values):
             with self._changed:
                 if self._round != seen:
                     return
                 self._receiving.popleft()
                 group.finish(self._reader)
                 self._changed.notify_all()
+
+    def _start_values(self, seen: int) -> None:
+        """Ask for the values of variable length of groups whose rows are there: now it is known how many they are."""
+        for group in list(self._receiving):
+            if not group.wants_values:
+                continue
+            group.start_values(self._plans, self._reader)
+            with self._changed:
+                if self._round != seen:
+                    return
+                for number, batch in enumerate(group.batches):
+                    nbytes = len(batch.rows) * self._reader.spec.row_bytes + group.value_bytes(number)
+                    if batch.counted and not batch.handed_over:
+                        self._outstanding_bytes += nbytes - batch.nbytes
+                    batch.nbytes = nbytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
 
 from td_datapipes.errors import FieldNotFoundError, SchemaError
+from td_datapipes.varying import Kind, Varying, gather_rows, varying_of
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -89,12 +90,16 @@ class Field:
         dtype: its dtype.
         shape: the shape of one row (the TensorDict's leading dim left out).
         offset_bytes: where it starts in its group's record; a multiple of its item size.
+        varying: what its values are, where they differ in length from row to row. They lie in a heap beside the
+            records then, and what the record has is two integers: the heap's byte where the row's begin, and how many
+            items they are (see `td_datapipes.varying`). `dtype` and `shape` are those of the integers.
     """
 
     key: Key
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset_bytes: int
+    varying: Varying | None = None
 
     @cached_property
     def nbytes(self) -> int:
@@ -103,12 +108,13 @@ class Field:
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest stores it."""
-        return {
+        data = {
             "key": list(self.key),
             "dtype": dtype_name(self.dtype),
             "shape": list(self.shape),
             "offset_bytes": self.offset_bytes,
         }
+        return data if self.varying is None else {**data, "varying": _varying_to_json(self.varying)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Field:
@@ -118,10 +124,23 @@ class Field:
             dtype=dtype_from_name(data["dtype"]),
             shape=tuple(data["shape"]),
             offset_bytes=data["offset_bytes"],
+            varying=_varying_from_json(data["varying"]) if "varying" in data else None,
         )
 
     def __str__(self) -> str:
-        return f"{format_key(self.key)}: {dtype_name(self.dtype)}{list(self.shape)}"
+        if self.varying is not None and self.varying.kind != "tensor":
+            return f"{format_key(self.key)}: {self.varying.kind}"
+        items = self.varying or self
+        shape = ", ".join(map(str, items.shape if self.varying is None else ("*", *items.shape)))
+        return f"{format_key(self.key)}: {dtype_name(items.dtype)}[{shape}]"
+
+
+def _varying_to_json(varying: Varying) -> dict[str, Any]:
+    return {"kind": varying.kind, "dtype": dtype_name(varying.dtype), "shape": list(varying.shape)}
+
+
+def _varying_from_json(data: Mapping[str, Any]) -> Varying:
+    return Varying(kind=data["kind"], dtype=dtype_from_name(data["dtype"]), shape=tuple(data["shape"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +158,14 @@ class Group:
     stride_bytes: int
 
     @classmethod
-    def pack(cls, fields: Iterable[tuple[Key, torch.dtype, tuple[int, ...]]]) -> Group:
+    def pack(cls, fields: Iterable[tuple[Key, torch.dtype, tuple[int, ...]] | Field]) -> Group:
         """Lay fields out one after the other, each at the next multiple of its item size."""
         placed, end = [], 0
-        for key, dtype, shape in fields:
-            start = _round_up(end, dtype.itemsize)
-            field = Field(key=key, dtype=dtype, shape=shape, offset_bytes=start)
+        for item in fields:
+            if not isinstance(item, Field):
+                item = Field(key=item[0], dtype=item[1], shape=item[2], offset_bytes=0)
+            start = _round_up(end, item.dtype.itemsize)
+            field = replace(item, offset_bytes=start)
             placed.append(field)
             end = start + field.nbytes if field.nbytes else end
         return cls(fields=tuple(placed), record_bytes=end, stride_bytes=_round_up(end, ALIGNMENT_BYTES))
@@ -192,6 +213,35 @@ class Schema:
         """Every field by its key, group after group."""
         return {field.key: field for group in self.groups for field in group.fields}
 
+    @cached_property
+    def varying_fields(self) -> tuple[Field, ...]:
+        """The fields of variable length; each has a heap."""
+        return tuple(field for field in self.fields.values() if field.varying is not None)
+
+    def require_dense(self, holder: str) -> None:
+        """Refuse fields of variable length.
+
+        Raises:
+            SchemaError: names the first, and `holder`, which has no room for it.
+        """
+        for field in self.varying_fields:
+            raise SchemaError(
+                f"field {field} is of variable length, for which {holder} has no room; make it a tensor of which all "
+                f"rows have one shape (padded, say), or leave it out"
+            )
+
+    def decided_by(self, other: Schema) -> Schema:
+        """The same; fields without a value so far are of the kind that those of a later batch are of."""
+        if not any(field.varying is not None and field.varying.kind == "null" for field in self.varying_fields):
+            return self
+        groups = [replace(g, fields=tuple(_decided(f, other.fields.get(f.key)) for f in g.fields)) for g in self.groups]
+        return replace(self, groups=tuple(groups))
+
+    def without_nulls(self) -> Schema:
+        """The same; fields that have no value at all are of JSON values."""
+        groups = [replace(g, fields=tuple(_decided(f, None, "json") for f in g.fields)) for g in self.groups]
+        return replace(self, groups=tuple(groups)) if self.varying_fields else self
+
     @property
     def root(self) -> Node:
         """The root node."""
@@ -224,7 +274,7 @@ class Schema:
         return self._row() == other._row()
 
     def _row(self) -> object:
-        return {key: (f.dtype, f.shape) for key, f in self.fields.items()}, {n.key: n for n in self.nodes}
+        return {key: (f.dtype, f.shape, f.varying) for key, f in self.fields.items()}, {n.key: n for n in self.nodes}
 
     def difference(self, other: Schema) -> str:
         """In words, the first field (or node) in which two schemas differ; empty where they hold the same rows."""
@@ -232,7 +282,7 @@ class Schema:
             mine, theirs = self.fields.get(key), other.fields.get(key)
             if mine is None or theirs is None:
                 return f"field {format_key(key)} is {'missing here' if mine is None else 'missing there'}"
-            if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            if (mine.dtype, mine.shape, mine.varying) != (theirs.dtype, theirs.shape, theirs.varying):
                 return f"{mine} here, {theirs} there"
         if not self.same_rows(other):
             return "the nested nodes' batch sizes or names differ"
@@ -240,6 +290,13 @@ class Schema:
 
     def __str__(self) -> str:
         return "\n".join(str(field) for field in self.fields.values())
+
+
+def _decided(field: Field, other: Field | None, otherwise: Kind = "null") -> Field:
+    if field.varying is None or field.varying.kind != "null":
+        return field
+    found = Varying(kind=otherwise) if other is None or other.varying is None else other.varying
+    return field if found.kind == "tensor" else replace(field, varying=found)
 
 
 def leaves(td: TensorDictBase, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
@@ -252,24 +309,27 @@ def leaves(td: TensorDictBase, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield (*prefix, name), value
 
 
-def schema_of(td: Any) -> Schema:
+def schema_of(td: Any, like: Schema | None = None) -> Schema:
     """The schema of a TensorDict whose leading batch dim counts rows, as one group.
 
     Args:
         td: batch size ``[rows, ...]``.
+        like: of earlier batches: whether a field is of variable length does not always show in one batch.
 
     Raises:
-        SchemaError: no batch dim, or a leaf that cannot be stored: non-tensor, jagged or sparse, DTensor, quantized.
+        SchemaError: no batch dim, or a leaf that cannot be stored: sparse, DTensor, quantized, values that JSON cannot
+            hold, rows that differ in more than their first dim.
     """
     if not isinstance(td, TensorDictBase):
         if is_tensor_collection(td):
-            return schema_of(td.to_tensordict(retain_none=False))
+            return schema_of(td.to_tensordict(retain_none=False), like)
         raise SchemaError(
             f"rows are a TensorDict, not {type(td).__name__}; wrap a dict: TensorDict(data, batch_size=[rows])"
         )
     if td.batch_dims == 0:
         raise SchemaError("the TensorDict has batch_size=[]: its leading dim must count rows; set batch_size=[rows]")
-    fields = [_field_of(key, value) for key, value in leaves(td)]
+    known = {} if like is None else like.fields
+    fields = [_field_of(key, value, known.get(key)) for key, value in leaves(td)]
     return Schema(groups=(Group.pack(fields),), nodes=tuple(_nodes(td, ())))
 
 
@@ -287,17 +347,30 @@ def _entry(td: TensorDictBase, key: Key) -> Any:
     try:
         return td.get(key[-1])
     except RuntimeError as error:  # a lazy stack whose rows differ
+        reason: Exception = error
+        try:
+            if (rows := gather_rows(td, key[-1])) is not None:
+                return rows
+        except SchemaError as known:
+            reason = known
         raise SchemaError(
-            f"the rows of field {format_key(key)} cannot be put together ({error}): all rows need one shape and dtype; "
-            f"pad it, or leave it out with td.exclude"
+            f"the rows of field {format_key(key)} cannot be put together ({reason}): all rows need one dtype, and one "
+            f"shape but for their first dim; pad it, or leave it out with td.exclude"
         ) from error
 
 
-def _field_of(key: Key, value: Any) -> tuple[Key, torch.dtype, tuple[int, ...]]:
+def _field_of(key: Key, value: Any, like: Field | None) -> tuple[Key, torch.dtype, tuple[int, ...]] | Field:
+    try:
+        varying = varying_of(value, None if like is None else like.varying)
+        if varying is not None:
+            dtype_name(varying.dtype)
+            return Field(key=key, dtype=torch.int64, shape=(2,), offset_bytes=0, varying=varying)
+    except SchemaError as error:
+        raise SchemaError(f"field {format_key(key)}: {error}") from error
     if not isinstance(value, torch.Tensor):
         raise SchemaError(
-            f"field {format_key(key)} is not a tensor ({type(value).__name__}): non-tensor fields cannot be "
-            f"stored yet; encode it as a tensor or leave it out with td.exclude"
+            f"field {format_key(key)} is a {type(value).__name__}, neither a tensor nor a NonTensorStack; make it one, "
+            f"or leave it out with td.exclude"
         )
     if kind := _kind_without_plain_bytes(value):
         raise SchemaError(
@@ -315,8 +388,6 @@ def _field_of(key: Key, value: Any) -> tuple[Key, torch.dtype, tuple[int, ...]]:
 
 def _kind_without_plain_bytes(value: torch.Tensor) -> str:
     """What keeps a tensor's rows from being so many bytes each; empty for a dense one."""
-    if value.is_nested:
-        return "nested (jagged)"
     if value.layout != torch.strided:
         return str(value.layout)
     if value.is_quantized:

@@ -8,9 +8,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
+import numpy as np
 import redis
+import torch
 from tensordict import TensorDict
 
 from td_datapipes.assemble import BatchSink, make_sink
@@ -24,6 +27,8 @@ from td_datapipes.errors import (
     ServerUnavailableError,
     TDDatapipesError,
 )
+from td_datapipes.heap_batch import RaggedOptions, ValuesBatch, join_batches
+from td_datapipes.heap_plan import HeapSlab, plan_values
 from td_datapipes.integrity import load_checksums
 from td_datapipes.layouts import FieldPart, StoreDescription, build_read_spec, layout_of, nodes_of_parts
 from td_datapipes.manifest import Manifest
@@ -55,6 +60,8 @@ MAX_SNAPSHOT_BYTES = 32 << 20
 """Of rows of several ranges that are read in one step, which blocks the server while it runs."""
 _MASTER, _REPLICA = "master", "replica"
 _LOG = logging.getLogger("td_datapipes")
+_LENGTHS_ROWS = 1 << 16
+"""Read at once where only lengths are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +72,11 @@ class ReadOptions:
         strategy: ``auto``, or the one to force: ``covering``, ``pipelined``, ``lua``.
         strided: give views of the receive buffer in place of contiguous tensors.
         pin_memory: give page-locked tensors.
-        atomic: read every batch in one step: one consistent snapshot.
+        atomic: read every batch in one step: one consistent snapshot. Values of variable length are of published
+            generations, which never change, and are read by ranges all the same.
         verify: compare chunks that are read whole with their checksums.
         read_from: ``master``, or ``replica`` for a replica of each master where there is one.
+        ragged: what becomes of values of variable length.
     """
 
     strategy: Strategy = "auto"
@@ -76,6 +85,7 @@ class ReadOptions:
     atomic: bool = False
     read_from: str = _MASTER
     verify: bool = False
+    ragged: RaggedOptions = field(default_factory=RaggedOptions)
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -127,6 +137,10 @@ class RowReader:
         self.whole_row_bytes = (
             self.spec.row_bytes if parts is None else build_read_spec(self._layout, whole, gap).row_bytes
         )
+        self._varying = tuple(field for field in fields if field.varying is not None)
+        options.ragged.check(fields, tuple(field.key for field in fields))
+        if isinstance(manifest, Manifest):
+            self.whole_row_bytes += sum(manifest.heap_of(field.key)[1].row_bytes for field in self._varying)
         kept = {field.key[:depth] for field in fields for depth in range(len(field.key))}
         everything = len(fields) == len(manifest.schema.fields)
         nodes = [node for node in manifest.schema.nodes if everything or node.key in kept or not node.key]
@@ -163,7 +177,7 @@ class RowReader:
             self._reset()
         with self._lock:
             plan = self.plan(rows)
-            batch = self._read(plan)
+            batch = self._read(plan, rows)
             self._stats.rows += len(rows)
             self._stats.batches += 1
         return batch
@@ -223,6 +237,79 @@ class RowReader:
         values = {key: tensor[start:stop] for key, tensor in sink.tensors.items()}
         return new_tensordict(values, self._nodes, stop - start)
 
+    def join(self, parts: Sequence[TensorDict]) -> TensorDict:
+        """Batches of data sets with the same fields one behind the other; see `join_batches`."""
+        return join_batches(parts, self._varying, self.options.ragged)
+
+    def lengths(self, field: Field, start: int) -> torch.Tensor:
+        """How many items each row from `start` on has of a field of variable length; see `RedisTDDataset.lengths`."""
+        spans = replace(field, varying=None)
+        reader = RowReader(self.server, self.manifest, [spans], ReadOptions(), self.costs)
+        found = [torch.empty(0, dtype=torch.int64)]
+        try:
+            for first in range(start, self.manifest.rows, _LENGTHS_ROWS):
+                rows = np.arange(first, min(first + _LENGTHS_ROWS, self.manifest.rows), dtype=np.int64)
+                found.append(reader.read(rows).get(field.key)[:, 1])
+        finally:
+            reader.drop_connection()
+        is_tensor = field.varying is not None and field.varying.kind == "tensor"
+        return torch.cat(found).clamp_(0, self.options.ragged.max_length if is_tensor else None)
+
+    @property
+    def held_row_bytes(self) -> int:
+        """Memory of a row of a batch; of values of variable length, what rows have on average."""
+        return self.spec.row_bytes + self.value_bytes
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a row's values of variable length, on average."""
+        manifest = self.manifest
+        if not self._varying or not isinstance(manifest, Manifest):
+            return 0
+        values = sum(manifest.heap_of(field.key)[1].nbytes for field in self._varying)
+        return -(-values // max(manifest.rows, 1))
+
+    @property
+    def has_varying(self) -> bool:
+        """Whether fields of variable length are read."""
+        return bool(self._varying)
+
+    @property
+    def has_jagged(self) -> bool:
+        """Whether batches have jagged tensors."""
+        kinds = {field.varying.kind for field in self._varying if field.varying is not None}
+        return "tensor" in kinds and self.options.ragged.ragged == "jagged"
+
+    def new_values(self, sink: BatchSink, rows: Rows, sizes: Sequence[int]) -> tuple[ValuesBatch, ReadPlan]:
+        """Where the values of variable length of one batch or more go, and how to read them.
+
+        Args:
+            sink: has their spans.
+            rows: of all the batches.
+            sizes: rows of each.
+
+        Raises:
+            DataLossError: spans that cannot be.
+        """
+        manifest, options = cast(Manifest, self.manifest), self.options
+        spans = {field.key: sink.tensors[field.key] for field in self._varying}
+        values = ValuesBatch(
+            manifest,
+            self._varying,
+            spans,
+            rows,
+            sizes,
+            options=options.ragged,
+            pool=self._pool,
+            pin_memory=options.pin_memory,
+        )
+        gap = 0 if options.strategy == "pipelined" else self.costs.cost.max_gap_bytes
+        shards = len(manifest.tags)
+        wanted = values.wanted
+        return values, plan_values(
+            wanted, num_rows=len(rows), max_gap_bytes=gap, slab_bytes=SLAB_BYTES, num_shards=shards
+        )
+
     def pin(self, manifest: Description) -> None:
         """Read a later generation of the same data set from here on: the same rows, and those appended since."""
         self.manifest = manifest
@@ -243,20 +330,19 @@ class RowReader:
         """The data set's name."""
         return self.manifest.name
 
-    def _read(self, plan: ReadPlan) -> TensorDict:
+    def _read(self, plan: ReadPlan, rows: Rows) -> TensorDict:
         """Read a plan; again where the retry policy says so, for as long as it says."""
         server, plans = self.server, self._plans
         deadline = time.monotonic() + server.deadline_seconds
         tries: Tries | None = None
         while True:
-            began = time.perf_counter()
             try:
-                batch = self._try(plan, min(deadline, time.monotonic() + server.timeout_seconds))
+                batch = self._try(plan, rows, min(deadline, time.monotonic() + server.timeout_seconds))
                 break
             except (ServerUnavailableError, ServerTimeoutError) as error:
                 failed: TDDatapipesError = error
             except RangeFault as fault:
-                failed = self._named(plan, fault)
+                failed = self._named(self._asked, fault)
             except StaleFault:
                 raise self._changed() from None
             if tries is None:  # made when it is needed: most reads succeed at once
@@ -264,16 +350,21 @@ class RowReader:
             self._again(tries, failed)
             plans.from_replicas = False
         plans.from_replicas = self.options.read_from == _REPLICA
-        self._learn(plan, time.perf_counter() - began)
         return batch
 
-    def _try(self, plan: ReadPlan, deadline: float) -> TensorDict:
+    def _try(self, plan: ReadPlan, rows: Rows, deadline: float) -> TensorDict:
+        began, self._asked = time.perf_counter(), plan
         if self._requests is not None:
             self._plans.retarget(self._layout.chunk_key, self._requests, self._guard)
         job = self._plans.start(plan)
         # While the server works on it, the batch is put together around bytes that are still to come.
         job.sink, batch = self.new_batch(plan)
         self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
+        self._learn(plan, time.perf_counter() - began)
+        if self._varying:
+            values, self._asked = self.new_values(job.sink, rows, [len(rows)])
+            self._finish_values(values, self._asked, deadline)
+            values.add_to(batch, 0)
         return batch
 
     def _named(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
@@ -315,6 +406,11 @@ class RowReader:
             except (redis.ConnectionError, redis.TimeoutError):
                 if cluster is None:
                     raise
+
+    def _finish_values(self, values: ValuesBatch, plan: ReadPlan, deadline: float) -> None:
+        job = self._plans.start(plan)
+        job.sink = values
+        self._plans.finish(job, deadline, f"reading values of {plan.num_rows} rows of {self.manifest.name!r}")
 
     def _learn(self, plan: ReadPlan, seconds: float) -> None:
         if not plan.slabs or self._may_tear:
@@ -368,10 +464,19 @@ class RowReader:
         """Which data set, chunk, fields and rows a range is about."""
         ranges = slab.ranges()
         group, chunk = int(ranges.groups[index]), int(ranges.chunks[index])
+        if isinstance(slab, HeapSlab):
+            key, rows = self._layout.chunk_key(group, chunk).decode(), slab.rows_of(index).tolist()
+            name = format_key(self._varying[slab.values.output].key)
+            shown = ", ".join(map(str, rows[:6])) + (", ..." if len(rows) > 6 else "")
+            return (
+                f"data set {self.manifest.name!r} at {self.server.address}, chunk {key} (values of field {name}, of "
+                f"rows {shown})"
+            )
         layout = self._layout.chunk_layouts[group]
         first, stop = layout.rows_of(chunk, self.manifest.rows)
         asked = slab.rows[(slab.rows >= first) & (slab.rows < stop)]
-        names = [format_key(field.key) for field in self.manifest.schema.groups[group].fields if field in self._fields]
+        read = {field.key for field in self._fields}
+        names = [format_key(field.key) for field in self.manifest.schema.groups[group].fields if field.key in read]
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         key = self._layout.chunk_key(group, chunk).decode()
         return (
@@ -397,11 +502,15 @@ class RowReader:
         """A copy of what was moved so far."""
         return replace(self._stats)
 
-    def close(self) -> None:
-        """Drop the connections."""
+    def drop_connection(self) -> None:
+        """Drop the one that rows come over; reading again dials anew."""
         if self._pid == os.getpid():
             with self._lock:
                 self._plans.close()
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self.drop_connection()
         self.server.close()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from td_datapipes.assemble import BatchSink
+from td_datapipes.heap_batch import ValuesBatch
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import Rows
 from td_datapipes.store import RowReader
@@ -51,6 +52,8 @@ class ReadGroup:
     Attributes:
         batches: in the order they will be asked for.
         plan: reads the rows of all of them, one batch behind the other.
+
+    Where fields are of variable length, a second round reads their values when the first has said where they are.
     """
 
     batches: list[BatchRead]
@@ -58,6 +61,7 @@ class ReadGroup:
     job: ReadJob | ClusterJob | None = field(default=None, init=False)
     _sink: BatchSink | None = field(default=None, init=False)
     _whole: TensorDict | None = field(default=None, init=False)
+    _values: ValuesBatch | None = field(default=None, init=False)
 
     @property
     def nbytes(self) -> int:
@@ -70,17 +74,37 @@ class ReadGroup:
         self._sink, self._whole = reader.new_batch(self.plan)
         self.job.sink = self._sink
 
+    @property
+    def wants_values(self) -> bool:
+        """Whether the second round is due: the first is done."""
+        return self._values is None and self._sink is not None and self.job is not None and not self.job.unfinished
+
+    def start_values(self, plans: ClusterPlanReader, reader: RowReader) -> None:
+        """Ask for the values of the fields of variable length."""
+        if self._sink is None:
+            raise RuntimeError("values are asked for after the rows were read")
+        rows = np.concatenate([batch.rows for batch in self.batches])
+        sizes = [len(batch.rows) for batch in self.batches]
+        self._values, plan = reader.new_values(self._sink, rows, sizes)
+        self.job = plans.start(plan)
+        self.job.sink = self._values
+
+    def value_bytes(self, number: int) -> int:
+        """Of one of the batches, once they are asked for."""
+        return 0 if self._values is None else self._values.bytes_of(number)
+
     def finish(self, reader: RowReader) -> None:
         """Everything has arrived: the batches are ready."""
         if self._whole is None or self._sink is None:
             raise RuntimeError("a group is finished after it was started")
         start = 0
-        for batch in self.batches:
+        for number, batch in enumerate(self.batches):
             stop = start + len(batch.rows)
             alone = len(self.batches) == 1
-            batch.ready = self._whole if alone else reader.slice_batch(self._sink, start, stop)
+            made = self._whole if alone else reader.slice_batch(self._sink, start, stop)
+            batch.ready = made if self._values is None else self._values.add_to(made, number)
             start = stop
-        self._sink = self._whole = self.job = None  # the memory is the batches' alone from here on
+        self._sink = self._whole = self._values = self.job = None  # the memory is the batches' alone from here on
 
 
 def group_reads(reader: RowReader, batches: list[BatchRead], max_bytes: int) -> list[ReadGroup]:

@@ -39,6 +39,7 @@ from td_datapipes.errors import (
     ValueTooLargeError,
 )
 from td_datapipes.garbage import writer_note
+from td_datapipes.heap_writer import HeapWriter, new_heaps
 from td_datapipes.integrity import store_checksums
 from td_datapipes.layouts import pack_records
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
@@ -95,11 +96,13 @@ def write_dataset(
 
     Args:
         data: a TensorDict (or tensorclass) of batch size ``[rows, ...]``, or an iterable of such batches that together
-            may be larger than memory. The first batch decides the schema.
+            may be larger than memory. The first batch decides the schema. Fields may be of variable length: jagged
+            nested tensors, lazy stacks of rows that differ in their first dim, and ``NonTensorStack`` of strings, bytes
+            or what JSON holds, one value a row.
         url: server and name, as in ``redis://localhost:6379/0#name``.
         overwrite: publish in place of what the name stands for now; those who have that open can read on for an hour.
-        chunk_bytes: longest stretch of records in one server string, a multiple of 16; 4 MiB, or less where the
-            server takes less.
+        chunk_bytes: longest stretch of records, or of values of variable length, in one server string, a multiple of
+            16; 4 MiB, or less where the server takes less.
         shards: into how many shards, each of one slot of a cluster, the chunks are dealt. By default 1 on one server
             and 4 for each master of a cluster, which cover the masters evenly. ``atomic=True`` needs 1 on a cluster.
         progress: show a progress bar; by default on a terminal only.
@@ -132,12 +135,14 @@ def write_rows(
     shards: int | None = None,
     progress: bool | None,
     complete: Callable[[Manifest], Manifest] | None = None,
+    like: Schema | None = None,
 ) -> Manifest:
     """As `write_dataset`, on a server that is connected.
 
     Args:
         server: where, and under which name.
         data, overwrite, chunk_bytes, shards, progress: as for `write_dataset`.
+        like: of which field is of variable length, and of which kind, where the first batch leaves it open.
         complete: gets the manifest when every chunk is confirmed, before it is published; gives the one to publish.
     """
     name = server.url.name
@@ -152,7 +157,7 @@ def write_rows(
     first = next(batches, None)
     if first is None:
         raise SchemaError("there is nothing to write: the iterable gave no batch, so there is no schema either")
-    schema = schema_of(first)
+    schema = schema_of(first, like)
     if total is not None:
         check_room(server, schema, total)
     staging = _Staging(server, name, schema, largest, shards)
@@ -289,6 +294,8 @@ class _Staging:
             ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
         )
         self._rows = 0
+        self._heaps: HeapWriter | None = None
+        self._empty_heaps = new_heaps(schema, chunk_bytes)
         self._started, self._said = time.time(), time.monotonic()
         self._writer = ChunkWriter(server, IN_FLIGHT)
         try:
@@ -296,25 +303,31 @@ class _Staging:
         except BaseException:
             self._writer.close()
             raise
+        self._heaps = HeapWriter(self._manifest(0, 1), self._put)
         self._groups = [GroupChunks(self._manifest(0, 1), number, self._put) for number in range(len(schema.groups))]
 
     def add(self, batch: TensorDictBase) -> None:
         """Stage the rows of a batch."""
-        schema = schema_of(batch)
+        schema = schema_of(batch, self._schema)
+        self._schema = self._schema.decided_by(schema)
         if not schema.same_rows(self._schema):
             raise SchemaError(
                 f"the batch after row {self._rows} differs from the first one: {self._schema.difference(schema)}"
             )
+        dense = batch if self._heaps is None else self._heaps.take(batch, self._schema)
         for group in self._groups:
-            group.add(batch)
+            group.add(dense)
         self._rows += batch.batch_size[0]
 
     def finish(self, found: Manifest | None) -> Manifest:
         """Send what is left; every byte is confirmed by the server afterwards."""
         for group in self._groups:
             group.flush()
+        if self._heaps is not None:
+            self._heaps.flush()
         self._writer.flush()
         self._writer.close()
+        self._schema = self._schema.without_nulls()
         manifest = self._manifest(self._rows, 1 if found is None else found.generation + 1)
         for number, group in enumerate(self._groups):
             store_checksums(self._server, manifest, number, 0, group.checksums)
@@ -328,7 +341,9 @@ class _Staging:
 
     def _say(self) -> None:
         """Say that this write goes on: what is not heard of for long is collected."""
-        stage(self._server, self._name, self._id, writer_note(self._manifest(0, 1), self._started))
+        # Nothing is published of it: whoever collects it begins with the first chunk, of heaps too.
+        begun = replace(self._manifest(0, 1), heaps=self._empty_heaps)
+        stage(self._server, self._name, self._id, writer_note(begun, self._started))
         self._said = time.monotonic()
 
     def undo(self) -> None:
@@ -355,6 +370,7 @@ class _Staging:
             layouts=self._layouts,
             tags=self._tags,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            heaps=self._empty_heaps if self._heaps is None else self._heaps.heaps(rows),
         )
 
 

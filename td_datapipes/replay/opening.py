@@ -155,8 +155,9 @@ class Opener:
         """The ring, made now if it is not there.
 
         Raises:
-            SchemaError: its rows are others; the message names the field.
+            SchemaError: its rows are others, or cannot be in a ring; the message names the field.
         """
+        rows.require_dense("a replay buffer")
         with self._lock:
             ring = self.find() or self._make(rows)
         if not ring.schema.same_rows(rows):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rows_in_memory import random_rows
 
 from td_datapipes.errors import SchemaError
-from td_datapipes.manifest import FORMAT_VERSION, ChunkLayout, Manifest
-from td_datapipes.schema import schema_of
+from td_datapipes.manifest import FORMAT_VERSION, ChunkLayout, Heap, Manifest
+from td_datapipes.schema import Field, Group, schema_of
+from td_datapipes.varying import Varying
 
 
 def manifest(name: str = "atari/pong", tags: tuple[str, ...] = ("ab12.0",)) -> Manifest:
@@ -61,6 +62,45 @@ def test_a_manifest_is_read_back_from_its_json(name: str) -> None:
         read = Manifest.from_json(text)
         assert read == written
         assert read.to_json() == written.to_json()
+
+
+def with_heaps() -> Manifest:
+    plain = manifest(tags=("ab12.0", "ab12.1"))
+    fields = [
+        Field(key=key, dtype=torch.int64, shape=(2,), offset_bytes=0, varying=varying)
+        for key, varying in ((("t",), Varying(kind="tensor", dtype=torch.int32)), (("n", "s"), Varying(kind="str")))
+    ]
+    schema = replace(plain.schema, groups=(Group.pack([("x", torch.int8, ()), *fields]),))  # type: ignore[list-item]
+    heaps = (
+        Heap(key=("t",), chunk_bytes=160, nbytes=161, row_bytes=3),
+        Heap(key=("n", "s"), chunk_bytes=160, nbytes=0, row_bytes=0),
+    )
+    return replace(plain, schema=schema, heaps=heaps)
+
+
+def test_heaps_have_chunks_of_their_own_behind_the_groups() -> None:
+    written = with_heaps()
+    assert Manifest.from_json(written.to_json()).heaps == written.heaps
+    assert written.heap_of(("n", "s")) == (2, written.heaps[1])
+    assert [written.chunk_key(1, chunk) for chunk in range(2)] == [
+        b"td:{ab12.0}:v0:00000000",
+        b"td:{ab12.1}:v0:00000001",
+    ]
+    assert [heap.num_chunks for heap in written.heaps] == [2, 0]
+    assert written.nbytes == manifest().nbytes + 161
+    assert [heap.nbytes for heap in written.with_rows(70_001, heap_bytes=[400, 7]).heaps] == [400, 7]
+    assert written.with_rows(70_001, complete=True).heaps == written.heaps
+
+
+def test_only_heaps_need_the_later_format() -> None:
+    assert [json.loads(made.to_json())["version"] for made in (manifest(), with_heaps())] == [1, 2]
+
+
+def test_heaps_that_no_field_has_are_refused() -> None:
+    data = json.loads(with_heaps().to_json())
+    for heaps in ([], data["heaps"][::-1]):
+        with pytest.raises(SchemaError, match="its heaps are not those of its fields of variable length"):
+            Manifest.from_json(json.dumps({**data, "heaps": heaps}))
 
 
 def test_a_manifest_can_be_read_by_a_person() -> None:

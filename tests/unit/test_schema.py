@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rows_in_memory import ALL_DTYPES, assert_same_rows, random_rows
-from tensordict import TensorDict, lazy_stack, tensorclass
+from tensordict import NonTensorData, TensorDict, lazy_stack, tensorclass
 
 from td_datapipes.errors import FieldNotFoundError, SchemaError
 from td_datapipes.schema import (
@@ -29,6 +29,7 @@ from td_datapipes.schema import (
     normalise_key,
     schema_of,
 )
+from td_datapipes.varying import Varying
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -199,11 +200,10 @@ def quantized() -> torch.Tensor:
 
 
 UNSTORABLE: dict[str, tuple[Callable[[], Any], str]] = {
-    "strings": (lambda: ["x", "y"], "is not a tensor (NonTensorStack)"),
-    "one value": (lambda: "x", "is not a tensor (NonTensorData)"),
-    "jagged": (
-        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
-        "nested (jagged)",
+    "more batch dims": (lambda: NonTensorData("x", batch_size=[2, 3]), "it has the batch dims [2, 3]"),
+    "jagged behind": (
+        lambda: torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(2, 2)], layout=torch.jagged).transpose(1, 2),
+        "its ragged dim is dim 2",
     ),
     "sparse": (lambda: torch.eye(2).to_sparse(), "torch.sparse_coo"),
     "quantized": (quantized, "quantized"),
@@ -224,9 +224,20 @@ def test_a_field_that_cannot_be_stored_is_named(kind: str) -> None:
 
 
 def test_rows_that_differ_in_shape_are_named() -> None:
-    ragged = lazy_stack([TensorDict({"ok": torch.zeros(1), "x": torch.zeros(n)}) for n in (2, 3)])
-    with pytest.raises(SchemaError, match="the rows of field 'x' cannot be put together"):
+    ragged = lazy_stack([TensorDict({"ok": torch.zeros(1), "x": torch.zeros(1, n)}) for n in (2, 3)])
+    with pytest.raises(
+        SchemaError, match=r"rows of field 'x' cannot be put together .*float32\[1, 2\], float32\[1, 3\]"
+    ):
         schema_of(ragged)
+
+
+def test_rows_that_differ_in_their_first_dim_alone_are_of_variable_length() -> None:
+    ragged = lazy_stack([TensorDict({"ok": torch.zeros(1), "x": torch.zeros(n, 3)}) for n in (2, 0)])
+    field = schema_of(ragged).fields["x",]
+    assert (field.varying, str(field)) == (
+        Varying(kind="tensor", dtype=torch.float32, shape=(3,)),
+        "'x': float32[*, 3]",
+    )
 
 
 def test_rows_that_agree_may_be_stacked_lazily() -> None:

@@ -1,0 +1,125 @@
+"""Values of variable length on their way to the server: into chunks of heaps, and spans in their place. No I/O here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDictBase
+
+from td_datapipes.errors import SchemaError
+from td_datapipes.manifest import Heap, Manifest
+from td_datapipes.schema import Field, Key, Schema, format_key, leaves, new_tensordict
+from td_datapipes.varying import EncodedRows, Varying, encode_rows
+
+__all__ = ["HeapWriter", "PutHeapChunk", "new_heaps"]
+
+
+class PutHeapChunk(Protocol):
+    """Sends the parts of a chunk, from `start_bytes` on. They are not written to afterwards."""
+
+    def __call__(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview], /) -> None: ...
+
+
+def new_heaps(schema: Schema, chunk_bytes: int) -> tuple[Heap, ...]:
+    """An empty heap for each field of variable length."""
+    return tuple(Heap(key=field.key, chunk_bytes=chunk_bytes, nbytes=0, row_bytes=0) for field in schema.varying_fields)
+
+
+class HeapWriter:
+    """Collects the values of the fields of variable length and sends a chunk whenever one is full.
+
+    Args:
+        manifest: what is written, with its heaps as they are so far.
+        put: sends a chunk.
+    """
+
+    def __init__(self, manifest: Manifest, put: PutHeapChunk) -> None:
+        self._begun = manifest.heaps
+        first = len(manifest.layouts)
+        self._chunks = {heap.key: _HeapChunks(first + number, heap, put) for number, heap in enumerate(manifest.heaps)}
+
+    def take(self, batch: TensorDictBase, schema: Schema) -> TensorDictBase:
+        """The batch with spans in place of the values, which are on their way.
+
+        Args:
+            batch: ``[rows, ...]``.
+            schema: the batch's: it may know of values what the manifest does not know yet.
+
+        Raises:
+            SchemaError: a value that cannot be stored; it names field and row. Nothing of the batch was taken.
+        """
+        if not self._chunks:
+            return batch
+        values = dict(leaves(batch))
+        encoded = [_encode(field, values[field.key]) for field in schema.varying_fields]
+        for field, rows in zip(schema.varying_fields, encoded, strict=True):
+            values[field.key] = torch.from_numpy(self.add(field.key, rows))
+        return new_tensordict(values, schema.nodes, batch.batch_size[0])
+
+    def add(self, key: Key, rows: EncodedRows) -> npt.NDArray[np.int64]:
+        """Take the values of a field's next rows; their spans, which stand in the records, ``[rows, 2]``."""
+        return self._chunks[key].add(rows)
+
+    def flush(self) -> None:
+        """Send the chunks being filled."""
+        for chunks in self._chunks.values():
+            chunks.flush()
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes of each heap so far."""
+        return [chunks.nbytes for chunks in self._chunks.values()]
+
+    def heaps(self, rows: int) -> tuple[Heap, ...]:
+        """The heaps of a data set that is written anew and has so many rows."""
+        return tuple(
+            replace(heap, nbytes=nbytes, row_bytes=-(-nbytes // max(rows, 1)))
+            for heap, nbytes in zip(self._begun, self.nbytes, strict=True)
+        )
+
+
+def _encode(field: Field, value: object) -> EncodedRows:
+    try:
+        return encode_rows(value, cast(Varying, field.varying))
+    except SchemaError as error:
+        raise SchemaError(f"field {format_key(field.key)}: {error}") from error
+
+
+class _HeapChunks:
+    """One heap being written."""
+
+    def __init__(self, group: int, heap: Heap, put: PutHeapChunk) -> None:
+        self._group, self._chunk_bytes, self._put = group, heap.chunk_bytes, put
+        self.nbytes = self._sent = heap.nbytes
+        # Of the chunk being filled, from where it was continued; a new one for each chunk: what was given to `put`
+        # may still be on its way.
+        self._buffer: npt.NDArray[np.uint8] | None = None
+
+    def add(self, rows: EncodedRows) -> npt.NDArray[np.int64]:
+        """Spans of the rows, ``[rows, 2]``: the heap's byte where each row's items begin, and how many they are."""
+        spans = np.stack([rows.starts + self.nbytes, rows.lengths], axis=1)
+        data = np.frombuffer(rows.data, dtype=np.uint8)
+        while len(data):
+            if self._buffer is None:
+                self._buffer = np.empty(self._chunk_bytes - self._sent % self._chunk_bytes, dtype=np.uint8)
+            filled = self.nbytes - self._sent
+            part = data[: len(self._buffer) - filled]
+            self._buffer[filled : filled + len(part)] = part
+            self.nbytes += len(part)
+            data = data[len(part) :]
+            if self.nbytes - self._sent == len(self._buffer):
+                self.flush()
+        return spans
+
+    def flush(self) -> None:
+        """Send what is not sent yet."""
+        if self._buffer is None:
+            return
+        chunk, start = divmod(self._sent, self._chunk_bytes)
+        self._put(self._group, chunk, start, [self._buffer[: self.nbytes - self._sent].data])
+        self._sent, self._buffer = self.nbytes, None
