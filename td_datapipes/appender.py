@@ -20,6 +20,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from td_datapipes.blocks import RowBlock
 from td_datapipes.catalog import APPEND_PREFIX, connect, load_manifest, stage, sweep_appends
 from td_datapipes.errors import (
     AppendConflictError,
@@ -32,13 +33,12 @@ from td_datapipes.errors import (
 )
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
-from td_datapipes.schema import schema_of
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 from td_datapipes.writer import GroupChunks, check_room, iterate_batches, persist
 
-__all__ = ["LEASE_SECONDS", "append_dataset"]
+__all__ = ["LEASE_SECONDS", "append_dataset", "append_rows"]
 
 LEASE_SECONDS = 10.0
 """How long a writer that stops answering keeps others from appending."""
@@ -80,14 +80,28 @@ def append_dataset(
     """
     server = connect(url)
     try:
-        load_manifest(server, server.url.name)  # before anything is written under the name
-        append = _Append(server, wait_seconds)
-        try:
-            return append.run(data, complete=complete, progress=progress)
-        finally:
-            append.end()
+        total, blocks = iterate_batches(data)
+        return append_rows(server, total, blocks, complete=complete, wait_seconds=wait_seconds, progress=progress)
     finally:
         server.close()
+
+
+def append_rows(
+    server: Server,
+    total: int | None,
+    blocks: Iterable[RowBlock],
+    *,
+    complete: bool,
+    wait_seconds: float,
+    progress: bool | None,
+) -> Manifest:
+    """As `append_dataset`, from blocks of rows (`total` in all, where that is known) to the server URL's name."""
+    load_manifest(server, server.url.name)  # before anything is written under the name
+    append = _Append(server, wait_seconds)
+    try:
+        return append.run(total, blocks, complete=complete, progress=progress)
+    finally:
+        append.end()
 
 
 class _Append:
@@ -120,9 +134,7 @@ class _Append:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def run(
-        self, data: TensorDictBase | Iterable[TensorDictBase], *, complete: bool, progress: bool | None
-    ) -> Manifest:
+    def run(self, total: int | None, blocks: Iterable[RowBlock], *, complete: bool, progress: bool | None) -> Manifest:
         """Write and publish."""
         server = self._server
         # Read under the lease: no earlier appender can change any more what is published.
@@ -131,14 +143,13 @@ class _Append:
         for fence in manifest.fence_keys:
             self._expect_ok(self._run("append_fence", [fence], self._number))
         sweep_appends(server, self._name, manifest)
-        total, batches = iterate_batches(data)
         if total is not None:
             check_room(server, manifest.schema, total)
         note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": manifest.tags}
         stage(server, self._name, self._staged_id, json.dumps({**note, "manifest": json.loads(manifest.to_json())}))
         try:
             with progress_bar(f"appending to {self._name}", total, progress) as advance:
-                rows = self._write(batches, advance)
+                rows = self._write(blocks, advance)
             persist(server)
         except BaseException:
             self._undo()
@@ -168,22 +179,22 @@ class _Append:
                 "nothing follows. Write it anew with write_dataset(..., overwrite=True)"
             )
 
-    def _write(self, batches: Iterable[TensorDictBase], advance: Any) -> int:
+    def _write(self, blocks: Iterable[RowBlock], advance: Any) -> int:
         """Send the rows; how many the data set has with them."""
         manifest, schema = self._manifest, self._manifest.schema
         groups = [GroupChunks(manifest, number, self._put, manifest.rows) for number in range(len(schema.groups))]
         rows = manifest.rows
-        for batch in batches:
-            found = schema_of(batch)
+        for block in blocks:
+            found = block.schema
             if not found.same_rows(schema):
                 raise SchemaError(
                     f"the batch does not fit the data set {self._name!r}: {schema.difference(found)} "
                     "(here: the data set, there: the batch); nothing was appended"
                 )
             for group in groups:
-                group.add(batch)
-            rows += batch.batch_size[0]
-            advance(batch.batch_size[0])
+                group.add(block)
+            rows += block.rows
+            advance(block.rows)
         for group in groups:
             group.flush()
         return rows

@@ -25,6 +25,7 @@ __all__ = [
     "ServerFullError",
     "ServerTimeoutError",
     "ServerUnavailableError",
+    "SourceError",
     "StateError",
     "TDDatapipesError",
     "URLError",
@@ -110,6 +111,10 @@ class RowIndexError(TDDatapipesError, IndexError):
 
 class SchemaError(TDDatapipesError, ValueError):
     """A field the schema cannot hold, or a row that does not fit the schema; the message names the field."""
+
+
+class SourceError(TDDatapipesError, ValueError):
+    """A file, folder or table that rows should come from is missing, damaged or of no known kind; it is named."""
 
 
 class StateError(TDDatapipesError, ValueError):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +14,7 @@ import numpy.typing as npt
 import redis
 from tensordict import TensorDictBase, is_tensor_collection
 
+from td_datapipes.blocks import RowBlock, RowSource, TensorDictBlock
 from td_datapipes.catalog import chunk_keys, collect, connect, find_manifest, publish, stage, unstage
 from td_datapipes.errors import (
     AuthenticationError,
@@ -25,14 +23,15 @@ from td_datapipes.errors import (
     SchemaError,
     ServerError,
     ServerFullError,
+    ServerTimeoutError,
     TDDatapipesError,
     ValueTooLargeError,
 )
-from td_datapipes.layouts import pack_records
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
-from td_datapipes.schema import Schema, schema_of
+from td_datapipes.schema import Schema
 from td_datapipes.server import wait_persisted
+from td_datapipes.staged import StagedWrite, claim, count_rows, find_staged, going_on, new_note
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 from td_datapipes.wire.writer import BulkWriter
@@ -43,9 +42,11 @@ __all__ = [
     "GroupChunks",
     "PutChunk",
     "check_room",
+    "find_free",
     "iterate_batches",
     "persist",
     "write_dataset",
+    "write_rows",
 ]
 
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -56,6 +57,8 @@ _SERVER_STRING_BYTES = 512 << 20
 _SPARE = bytes(SPARE_BYTES)
 IN_FLIGHT = 2
 """Chunks sent and not yet confirmed."""
+_INTERRUPTIONS = (KeyboardInterrupt, SystemExit, ConnectionError, ServerError, ServerTimeoutError, AuthenticationError)
+"""What ends a write and says nothing against its rows."""
 
 
 def write_dataset(
@@ -88,19 +91,20 @@ def write_dataset(
     """
     server = connect(url)
     try:
-        return _write(server, data, overwrite=overwrite, chunk_bytes=chunk_bytes, progress=progress)
+        found = find_free(server, overwrite=overwrite)
+        _chunk_bytes(server, chunk_bytes)  # refuse what cannot work before the first batch is made
+        source = _Batches(data)
+        return write_rows(server, source, found, chunk_bytes=chunk_bytes, progress=progress)
     finally:
         server.close()
 
 
-def _write(
-    server: Server,
-    data: TensorDictBase | Iterable[TensorDictBase],
-    *,
-    overwrite: bool,
-    chunk_bytes: int | None,
-    progress: bool | None,
-) -> Manifest:
+def find_free(server: Server, *, overwrite: bool) -> Manifest | None:
+    """What is published under the URL's name, where it may be replaced.
+
+    Raises:
+        DatasetExistsError: something is, and `overwrite` is not set.
+    """
     name = server.url.name
     found = find_manifest(server, name)
     if found is not None and not overwrite:
@@ -108,24 +112,44 @@ def _write(
             f"data set {name!r} exists at {server.address} ({found.rows} rows, generation {found.generation}); "
             f"pass overwrite=True to publish a new generation in its place, or choose another name"
         )
+    return found
+
+
+def write_rows(
+    server: Server,
+    source: RowSource,
+    found: Manifest | None,
+    *,
+    chunk_bytes: int | None,
+    progress: bool | None,
+    resume: bool = True,
+) -> Manifest:
+    """Stage the rows of a source and publish them as one data set, all or nothing.
+
+    Args:
+        server: where; the name is its URL's.
+        source: gives the rows. One with a fingerprint is taken up where a write of it was interrupted on this machine,
+            and keeps what it has staged where it is interrupted itself.
+        found: what is published under the name (see `find_free`); it is replaced.
+        chunk_bytes: as `write_dataset` takes it.
+        progress: show a progress bar; by default on a terminal only.
+        resume: False begins anew in any case.
+    """
+    name = server.url.name
     largest = _chunk_bytes(server, chunk_bytes)
-    total, batches = iterate_batches(data)
-    first = next(batches, None)
-    if first is None:
-        raise SchemaError("there is nothing to write: the iterable gave no batch, so there is no schema either")
-    schema = schema_of(first)
-    if total is not None:
-        check_room(server, schema, total)
-    staging = _Staging(server, name, schema, largest)
+    if source.num_rows is not None:
+        check_room(server, source.schema, source.num_rows)
+    staging = _Staging(server, name, source, largest, resume=resume)
     try:
-        with progress_bar(f"writing {name}", total, progress) as advance:
-            for batch in _chain(first, batches):
-                staging.add(batch)
-                advance(batch.batch_size[0])
+        with going_on(staging.id), progress_bar(f"writing {name}", source.num_rows, progress) as advance:
+            advance(staging.first_row)
+            for block in source.blocks(staging.first_row):
+                staging.add(block)
+                advance(block.rows)
         manifest = staging.finish(found)
         persist(server)
-    except BaseException:
-        staging.undo()
+    except BaseException as error:
+        staging.end(error)
         raise
     try:
         publish(server, manifest, found, manifest.id)
@@ -140,14 +164,33 @@ def _write(
     return manifest
 
 
-def iterate_batches(data: TensorDictBase | Iterable[TensorDictBase]) -> tuple[int | None, Iterator[TensorDictBase]]:
+class _Batches:
+    """TensorDicts as a source of rows, which cannot be had a second time."""
+
+    fingerprint = None
+
+    def __init__(self, data: TensorDictBase | Iterable[TensorDictBase]) -> None:
+        self.num_rows, batches = iterate_batches(data)
+        first = next(batches, None)
+        if first is None:
+            raise SchemaError("there is nothing to write: the iterable gave no batch, so there is no schema either")
+        self.schema = first.schema
+        self._blocks = chain([first], batches)
+
+    def blocks(self, start_row: int) -> Iterator[RowBlock]:
+        """See `RowSource`."""
+        del start_row  # 0
+        return self._blocks
+
+
+def iterate_batches(data: TensorDictBase | Iterable[TensorDictBase]) -> tuple[int | None, Iterator[RowBlock]]:
     """How many rows there are, where that is known, and the batches."""
     if is_tensor_collection(data):
         batch = _plain(data)
-        return (batch.batch_size[0] if batch.batch_dims else None), iter([batch])
+        return (batch.batch_size[0] if batch.batch_dims else None), iter([TensorDictBlock(batch)])
     if not isinstance(data, Iterable):
         raise SchemaError(f"rows are a TensorDict or an iterable of TensorDicts, not {type(data).__name__}")
-    return None, map(_plain, data)
+    return None, (TensorDictBlock(_plain(batch)) for batch in data)
 
 
 def _plain(batch: Any) -> TensorDictBase:
@@ -159,11 +202,6 @@ def _plain(batch: Any) -> TensorDictBase:
     raise SchemaError(
         f"a batch of rows is a TensorDict, not {type(batch).__name__}; wrap a dict: TensorDict(data, batch_size=[rows])"
     )
-
-
-def _chain(first: TensorDictBase, rest: Iterator[TensorDictBase]) -> Iterator[TensorDictBase]:
-    yield first
-    yield from rest
 
 
 def _chunk_bytes(server: Server, wanted: int | None) -> int:
@@ -217,39 +255,66 @@ def persist(server: Server) -> None:
 
 
 class _Staging:
-    """A write under way: chunks under a new id that nothing refers to until the manifest is published."""
+    """A write under way: chunks under an id that nothing refers to until the manifest is published.
 
-    def __init__(self, server: Server, name: str, schema: Schema, chunk_bytes: int) -> None:
-        self._server, self._name, self._schema = server, name, schema
+    Attributes:
+        id: its own.
+        first_row: the first one that is still to be written; above 0 where an interrupted write is taken up.
+    """
+
+    def __init__(self, server: Server, name: str, source: RowSource, chunk_bytes: int, *, resume: bool) -> None:
+        self._server, self._name, self._schema = server, name, source.schema
         # Unguessable and new, so that no two writers and no two generations share a chunk's key.
-        self._id = secrets.token_hex(5)
+        self.id = secrets.token_hex(5)
         self._layouts = tuple(
-            ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
+            ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK)
+            for group in source.schema.groups
         )
-        self._rows = 0
-        note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._tags}
+        self._resumable = source.fingerprint is not None
+        self.first_row = self._rows = self._take_up(source) if resume else 0
         self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, IN_FLIGHT)
         try:
-            stage(server, name, self._id, json.dumps(note))
+            if not self.first_row:
+                stage(server, name, self.id, new_note(self._tags, source.fingerprint, self._manifest(0, 1)))
         except BaseException:
             self._writer.close()
             raise
-        self._groups = [GroupChunks(self._manifest(0, 1), number, self._put) for number in range(len(schema.groups))]
+        start = self._manifest(0, 1)
+        self._groups = [
+            GroupChunks(start, number, self._put, self.first_row) for number in range(len(self._schema.groups))
+        ]
+
+    def _take_up(self, source: RowSource) -> int:
+        """Go on with an interrupted write of the same rows, if there is one; how many rows it has staged."""
+        if source.fingerprint is None:
+            return 0
+        for write in find_staged(self._server, self._name):
+            if write.fingerprint == source.fingerprint and write.is_abandoned and self._fits(write):
+                limit = (1 << 62) if source.num_rows is None else source.num_rows
+                rows = count_rows(self._server, write.manifest, limit)
+                note = new_note(write.manifest.tags, source.fingerprint, write.manifest)
+                if rows and claim(self._server, write, note):
+                    self.id = write.id
+                    return rows
+        return 0
+
+    def _fits(self, write: StagedWrite) -> bool:
+        """Whether it lays rows out as this write would."""
+        return write.manifest.layouts == self._layouts and write.manifest.schema == self._schema
 
     @property
     def _tags(self) -> tuple[str, ...]:
-        return (f"{self._id}.0",)
+        return (f"{self.id}.0",)
 
-    def add(self, batch: TensorDictBase) -> None:
-        """Stage the rows of a batch."""
-        schema = schema_of(batch)
-        if not schema.same_rows(self._schema):
+    def add(self, block: RowBlock) -> None:
+        """Stage some rows."""
+        if not block.schema.same_rows(self._schema):
             raise SchemaError(
-                f"the batch after row {self._rows} differs from the first one: {self._schema.difference(schema)}"
+                f"the batch after row {self._rows} differs from the first one: {self._schema.difference(block.schema)}"
             )
         for group in self._groups:
-            group.add(batch)
-        self._rows += batch.batch_size[0]
+            group.add(block)
+        self._rows += block.rows
 
     def finish(self, found: Manifest | None) -> Manifest:
         """Send what is left; every byte is confirmed by the server afterwards."""
@@ -263,13 +328,20 @@ class _Staging:
         del start_bytes  # every chunk is new
         self._writer.set(self._manifest(0, 1).chunk_key(group, chunk), parts)
 
+    def end(self, error: BaseException) -> None:
+        """Keep what was staged where the rows are right and can be had again; else remove it."""
+        if self._resumable and isinstance(error, _INTERRUPTIONS):
+            self._writer.settle()
+        else:
+            self.undo()
+
     def undo(self) -> None:
         """Remove what was staged, as far as the server can be reached; the staged entry tells of the rest."""
         # A chunk that is on its way when its key is removed would be there again afterwards.
         settled = self._writer.settle()
         with suppress(TDDatapipesError):
             chunks = chunk_keys(self._manifest(self._rows_begun, 1))
-            unstage(self._server, self._name, self._id, chunks, forget=settled)
+            unstage(self._server, self._name, self.id, chunks, forget=settled)
 
     @property
     def _rows_begun(self) -> int:
@@ -278,7 +350,7 @@ class _Staging:
     def _manifest(self, rows: int, generation: int) -> Manifest:
         return Manifest(
             name=self._name,
-            id=self._id,
+            id=self.id,
             kind="frozen",
             generation=generation,
             rows=rows,
@@ -319,17 +391,17 @@ class GroupChunks:
         self._present = first_row % self._layout.records_per_chunk
         self._filled = 0
 
-    def add(self, batch: TensorDictBase) -> None:
-        """Pack the rows of a batch."""
+    def add(self, block: RowBlock) -> None:
+        """Pack some rows."""
         if self._group.stride_bytes == 0:
             return
         if self._buffers is None:
             self._buffers = np.zeros(self._shape, dtype=np.uint8)
-        rows, start = batch.batch_size[0], 0
+        rows, start = block.rows, 0
         while start < rows:
             take = min(rows - start, self._layout.records_per_chunk - self._present - self._filled)
             out = self._buffers[self._turn, self._filled : self._filled + take]
-            pack_records(batch[start : start + take] if take < rows else batch, self._group, out)
+            block.pack(self._group, start, start + take, out)
             self._filled += take
             self.rows += take
             start += take

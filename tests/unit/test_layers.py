@@ -24,6 +24,7 @@ LAYERS = (
     "slabs",
     "plan",
     "layouts",
+    "blocks",
     "memory",
     "assemble",
     "mesh",
@@ -36,6 +37,7 @@ LAYERS = (
     "server",
     "wire",
     "catalog",
+    "staged",
     "upstream",
     "extras",
     "progress",
@@ -63,6 +65,7 @@ LAYERS = (
     "replay",
     "torchrl",
     "ingest",
+    "export",
     "cli",
     "__init__",
 )
