@@ -145,8 +145,6 @@ def _first_line(error: BaseException) -> str:
 
 def _check_same(first: Any, found: Any, plan: RowPlan, first_label: str, label: str) -> None:
     for name in plan.names:
-        if name not in first.names:
-            continue  # it is the folders' names that say it
         number = found.names.count(name)
         if number != 1:
             raise SchemaError(
@@ -180,9 +178,8 @@ class _Fragment(Part):
     def schema(self) -> Any:
         physical = self._fragment.physical_schema
         # What the folders' names say (year=2024/) is no column of any file.
-        extra = [column for column in self._whole if column.name not in physical.names]
-        for column in extra:
-            physical = physical.append(column)
+        for name in ds.get_partition_keys(self._fragment.partition_expression):
+            physical = physical if name in physical.names else physical.append(self._whole.field(name))
         return physical
 
     def count_rows(self, expression: Any) -> int | None:
@@ -224,7 +221,8 @@ def dataset_parts(paths: Sequence[Path], file_format: str, label: str) -> tuple[
     """
     with readable(label):
         source = str(paths[0]) if len(paths) == 1 else [str(path) for path in paths]
-        whole = ds.dataset(source, format=file_format, partitioning="hive", exclude_invalid_files=False)
+        by_folders = "hive" if paths[0].is_dir() else None
+        whole = ds.dataset(source, format=file_format, partitioning=by_folders, exclude_invalid_files=False)
         parts: list[Part] = [_Fragment(fragment, whole.schema) for fragment in whole.get_fragments()]
     if not parts:
         raise SourceError(f"{label} has no {file_format} file in it")

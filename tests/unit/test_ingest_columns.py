@@ -188,9 +188,7 @@ def test_lists_are_tensors_where_the_user_says_their_shape(
         one_column(with_null, shapes={"x": shape})
     with pytest.raises(SchemaError, match=r"--shape x=768.*--drop x"):
         one_column(array)
-    with pytest.raises(
-        SchemaError, match="column 'x' (has .* in row 0 of|of the table is .* with rows of shape)"
-    ):
+    with pytest.raises(SchemaError, match="column 'x' (has .* in row 0 of|of the table is .* with rows of shape)"):
         one_column(array, shapes={"x": (99,)})
 
 
