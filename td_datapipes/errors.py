@@ -14,6 +14,7 @@ __all__ = [
     "DatasetChangedError",
     "DatasetExistsError",
     "DatasetNotFoundError",
+    "DestinationError",
     "EmbeddedServerError",
     "FieldNotFoundError",
     "InterruptedWriteError",
@@ -87,6 +88,10 @@ class InterruptedWriteError(DatasetNotFoundError):
 
 class DatasetExistsError(TDDatapipesError, FileExistsError):
     """The name is taken; pass ``overwrite=True`` to publish a new generation in its place."""
+
+
+class DestinationError(TDDatapipesError, OSError):
+    """A file or folder that rows should be written to is there already, or cannot be written; it is named."""
 
 
 class AppendConflictError(TDDatapipesError, RuntimeError):

@@ -74,8 +74,11 @@ def ingest(
         ServerFullError, ServerUnavailableError, AuthenticationError: what the server said.
             Nothing is published in any of these cases.
     """
-    by_column: dict[Name | None, float | bool]
-    by_column = {**fill} if isinstance(fill, Mapping) else {} if fill is None else {None: fill}
+    by_column: dict[Name | None, float | bool] = {}
+    if isinstance(fill, Mapping):
+        by_column.update((name, value) for name, value in fill.items())
+    elif fill is not None:
+        by_column[None] = fill
     options = SourceOptions(
         columns=ColumnOptions(columns=columns, drop=drop, fill=by_column, shapes=dict(shapes or {})),
         filters=filters,

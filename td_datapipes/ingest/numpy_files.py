@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from tensordict import TensorDict, TensorDictBase
 
-from td_datapipes.errors import SchemaError, SourceError
+from td_datapipes.errors import SchemaError, SourceError, TDDatapipesError
 from td_datapipes.ingest.fingerprints import fingerprint_of
-from td_datapipes.ingest.tensors import TensorSource, as_tensor
+from td_datapipes.ingest.tensors import Names, TensorSource, as_tensor, wanted
 from td_datapipes.schema import schema_of
 
 __all__ = ["numpy_source"]
@@ -23,19 +23,25 @@ Reader = Callable[[int, int], npt.NDArray[Any]]
 """Takes a range of rows; asked for one range after the other."""
 
 
-def numpy_source(path: Path, select: Callable[[TensorDictBase], TensorDictBase]) -> TensorSource:
+def numpy_source(path: Path, columns: Names | None, drop: Names) -> TensorSource:
     """An ``.npy`` file (a field named as the file, or one a name of a structured dtype) or the arrays of an ``.npz``.
+
+    Dates and durations are int64 in their own unit.
+
+    Args:
+        path: the file.
+        columns: names of fields; only these.
+        drop: none of these.
 
     Raises:
         SourceError: damaged, or arrays of objects, which would have to be unpickled.
         SchemaError: arrays of several lengths.
     """
     try:
-        arrays = _open_npz(path) if zipfile.is_zipfile(path) else _open_npy(path)
+        arrays = _open_npz(path) if _is_zip(path) else _open_npy(path)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise SourceError(f"{path} cannot be read as arrays of numbers: {error}") from error
-    if not arrays:
-        raise SourceError(f"{path} has no array in it")
+    arrays = {name: arrays[name] for name in wanted(arrays, columns, drop, str(path))}
     lengths = {name: rows for name, (rows, _) in arrays.items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name!r}: {rows}" for name, rows in lengths.items())
@@ -44,17 +50,26 @@ def numpy_source(path: Path, select: Callable[[TensorDictBase], TensorDictBase])
 
     def read(start: int, stop: int) -> TensorDictBase:
         values = {name: as_tensor(name, _native(reader(start, stop))) for name, (_, reader) in arrays.items()}
-        return select(TensorDict(values, batch_size=[stop - start]))
+        return TensorDict(values, batch_size=[stop - start])
 
     try:
         schema = schema_of(read(0, 0))
     except (OSError, ValueError) as error:
+        if isinstance(error, TDDatapipesError):
+            raise
         raise SourceError(f"{path} cannot be read as arrays of numbers: {error}") from error
     return TensorSource(schema, num_rows, read, fingerprint_of([path], list(schema.fields)), str(path))
 
 
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
 def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """In this machine's byte order, writable (torch warns of memory that is not), contiguous."""
+    """In this machine's byte order, writable (torch warns of memory that is not), contiguous, dates as integers."""
+    if array.dtype.kind in "mM":
+        array = array.astype(np.int64)
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 

@@ -66,7 +66,12 @@ def safetensors_source(path: Path, select: Callable[[TensorDictBase], TensorDict
         for key, field in schema.fields.items():
             first = start_bytes + (arrays[names[key]][2] if key in names else 0)
             raw = np.array(data[first + start * field.nbytes : first + stop * field.nbytes])
-            values[key] = torch.from_numpy(raw).view(field.dtype).reshape(stop - start, *field.shape)
+            shape = (stop - start, *field.shape)
+            values[key] = (
+                torch.from_numpy(raw).view(field.dtype).reshape(shape)
+                if raw.size
+                else torch.empty(shape, dtype=field.dtype)
+            )
         return select(new_tensordict(values, schema.nodes, stop - start))
 
     chosen = schema_of(read(0, 0))

@@ -133,8 +133,10 @@ def _open_paths(paths: Sequence[Path], options: SourceOptions, expression: Any, 
         if len(paths) > 1:
             raise SourceError(f"{first} sources are read one at a time; append the others: {paths[1]}")
         _refuse_arrow_options(options, expression, f"{first} files")
-        openers = {"memmap": memmap_source, "numpy": numpy_source, "safetensors": safetensors_source}
-        return openers[first](paths[0], selector(columns.columns, columns.drop))
+        if first == "numpy":
+            return numpy_source(paths[0], columns.columns, columns.drop)
+        open_file = memmap_source if first == "memmap" else safetensors_source
+        return open_file(paths[0], selector(columns.columns, columns.drop))
     if first == "huggingface":
         files = [file for path in paths for file in _huggingface_files(path)]
         return ArrowSource(stream_parts(files), columns, expression, files, label)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,10 +19,13 @@ from td_datapipes.errors import ConfigurationError, SchemaError, SourceError
 from td_datapipes.ingest.fingerprints import fingerprint_of
 from td_datapipes.schema import Schema, schema_of
 
-__all__ = ["IterableSource", "TensorSource", "as_tensor", "memmap_source", "selector"]
+__all__ = ["IterableSource", "Names", "TensorSource", "as_tensor", "memmap_source", "selector", "wanted"]
 
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 65536
+
+
+Names = Sequence[str | tuple[str, ...]]
 
 
 class TensorSource:
@@ -125,17 +131,50 @@ def memmap_source(folder: Path, select: Callable[[TensorDictBase], TensorDictBas
     if pickled:
         raise SourceError(f"{pickled[0]} is a pickle, which is never loaded; save the TensorDict without that entry")
     try:
-        whole = select(TensorDict.load_memmap(folder))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        for description in folder.rglob("meta.json"):
+            _check_sizes(description)
+        loaded = TensorDict.load_memmap(folder)
+    except (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError) as error:
         raise SourceError(f"{folder} cannot be loaded as a memory-mapped TensorDict: {error}") from error
+    whole = select(loaded)
     schema = schema_of(whole)
     fingerprint = fingerprint_of(files, list(schema.fields))
     return TensorSource(schema, len(whole), lambda start, stop: whole[start:stop], fingerprint, str(folder))
 
 
-def selector(
-    columns: Sequence[str | tuple[str, ...]] | None, drop: Sequence[str | tuple[str, ...]]
-) -> Callable[[TensorDictBase], TensorDictBase]:
+def _check_sizes(description: Path) -> None:
+    """Missing files would be missing fields otherwise, and short ones would be made longer by mapping them."""
+    entries = json.loads(description.read_text())
+    expected: Counter[int] = Counter()
+    for entry in entries.values():
+        if isinstance(entry, dict) and entry.get("dtype") and not entry.get("is_nested"):
+            dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
+            expected[math.prod(entry["shape"]) * dtype.itemsize] += 1
+    del expected[0]  # no bytes, no file
+    missing = expected - Counter(path.stat().st_size for path in description.parent.glob("*.memmap"))
+    if missing:
+        shown = ", ".join(map(str, missing.elements()))
+        raise ValueError(f"{description} tells of files that are not there, or not whole: of {shown} bytes")
+
+
+def wanted(names: Iterable[str], columns: Names | None, drop: Names, label: str) -> list[str]:
+    """The names that are left.
+
+    Raises:
+        ConfigurationError: one that is not there.
+        SourceError: none is left.
+    """
+    known = list(names)
+    for name in (*(columns or ()), *drop):
+        if name not in known:
+            raise ConfigurationError(f"there is a choice of {name!r}, which {label} does not have; it has {known}")
+    left = [name for name in known if (columns is None or name in columns) and name not in drop]
+    if not left:
+        raise SourceError(f"{label} has no array that is to be read; it has {known or 'none'}")
+    return left
+
+
+def selector(columns: Names | None, drop: Names) -> Callable[[TensorDictBase], TensorDictBase]:
     """Leaves out of a TensorDict what the user does not want of it."""
 
     def select(td: TensorDictBase) -> TensorDictBase:
