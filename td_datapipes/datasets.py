@@ -17,6 +17,7 @@ from td_datapipes.plan import Strategy
 from td_datapipes.prefetch import AnnouncedBatch, Prefetcher
 from td_datapipes.read_spec import Rows
 from td_datapipes.replica_reads import ReplicaReader
+from td_datapipes.reports import Reporter
 from td_datapipes.rows import resolve_index
 from td_datapipes.schema import Field, Key, Schema
 from td_datapipes.store import ReadOptions, RowReader
@@ -102,6 +103,7 @@ class RedisTDDataset(Dataset[TensorDict]):
         self._data_ranks = (0, 1) if self._share is None else (self._share.data_rank, self._share.data_world_size)
         parts = None if self._share is None else self._share.parts
         self._reader = RowReader(server, manifest, fields, options, costs, parts)
+        self._reporter = Reporter(server, manifest.name, lambda: self.stats)
 
     def _replica_reader(self) -> ReplicaReader | None:
         axis = self._once_per
@@ -138,6 +140,7 @@ class RedisTDDataset(Dataset[TensorDict]):
         """
         rows, shape = resolve_index(index, len(self), self.name)
         batch = self._shared(rows, self._reader.read)
+        self._reporter.tick()
         if len(shape) == 1:
             return batch
         return batch.reshape(*shape, *batch.batch_size[1:]) if shape else batch[0]
@@ -151,7 +154,9 @@ class RedisTDDataset(Dataset[TensorDict]):
             return self[rows]
         numbers, _ = resolve_index(rows, len(self), self.name)
         prefetcher, announced = self._prefetcher, cast(AnnouncedBatch, rows)
-        return self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers))
+        batch = self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers))
+        self._reporter.tick()
+        return batch
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Row after row; a loader, or slices, are the fast ways."""

@@ -17,11 +17,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from td_datapipes.catalog import APPEND_PREFIX, find_manifest, sweep_appends, unstage
-from td_datapipes.manifest import NAMES_KEY, SPARE_BYTES, Manifest, appender_key, name_from_encoded, staged_key
+from td_datapipes.manifest import (
+    NAMES_KEY,
+    SPARE_BYTES,
+    Manifest,
+    appender_key,
+    name_from_encoded,
+    staged_key,
+    superseded_key,
+)
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 
-__all__ = ["StagedWrite", "claim", "count_rows", "find_staged", "going_on", "new_note", "remove_staged", "sweep_staged"]
+__all__ = [
+    "StagedWrite",
+    "claim",
+    "count_rows",
+    "find_staged",
+    "going_on",
+    "new_note",
+    "remove_staged",
+    "superseded_generations",
+    "sweep_staged",
+]
 
 _KEYS_PER_ASK = 512
 _own: set[str] = set()
@@ -209,3 +227,25 @@ def _names_in_use(server: Server) -> list[str]:
 
 def _is_appending(server: Server, name: str) -> bool:
     return bool(server.call(f"asking who appends to {name!r}", lambda client: client.exists(appender_key(name))))
+
+
+def superseded_generations(server: Server, name: str) -> list[dict[str, Any]]:
+    """The earlier generations of a name that are still kept, the oldest first: number, rows, id, and for how long."""
+
+    def command(client: Any) -> list[bytes]:
+        found: list[bytes] = client.hvals(superseded_key(name))
+        return found
+
+    found = []
+    for value in server.call(f"looking for earlier generations of {name!r}", command):
+        since, text = value.split(b" ", 1)
+        old = Manifest.from_json(text)
+        found.append(
+            {
+                "generation": old.generation,
+                "rows": old.rows,
+                "id": old.id,
+                "superseded_seconds": max(0.0, time.time() - float(since)),
+            }
+        )
+    return sorted(found, key=lambda item: int(str(item["generation"])))

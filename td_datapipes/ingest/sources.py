@@ -79,7 +79,8 @@ def open_source(data: Any, options: SourceOptions) -> RowSource:
         return _open_paths(_found(str(data)), options, expression, str(data))
     if isinstance(data, Sequence) and data and all(isinstance(item, str | Path) for item in data):
         paths = [path for item in data for path in _found(str(item))]
-        return _open_paths(paths, options, expression, f"{len(paths)} files")
+        label = str(data[0]) if len(data) == 1 else f"the {len(paths)} files"
+        return _open_paths(paths, options, expression, label)
     _refuse_arrow_options(options, expression, "iterables and TensorDicts")
     return _open_iterable(data, options)
 

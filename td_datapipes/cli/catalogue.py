@@ -1,0 +1,284 @@
+"""Commands about what is on a server: ls, inspect, gc, rm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from td_datapipes.catalog import SUPERSEDED_SECONDS, collect, connect, drop, list_names, load_manifest
+from td_datapipes.cli.options import AsJson, AskPassword, DatasetURL, ServerOnlyURL, add_command
+from td_datapipes.cli.output import (
+    duration_seconds,
+    format_bytes,
+    format_duration,
+    print_facts,
+    print_json,
+    print_table,
+    screen,
+)
+from td_datapipes.datasets import RedisTDDataset
+from td_datapipes.errors import ConfigurationError
+from td_datapipes.manifest import Manifest
+from td_datapipes.schema import Field, dtype_name
+from td_datapipes.staged import StagedWrite, find_staged, superseded_generations, sweep_staged
+from td_datapipes.wire.server import Server
+
+__all__ = ["register"]
+
+_SAMPLED_CHUNKS = 64
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    add_command(app, ls, "td-datapipes ls redis://localhost:6379/0")
+    add_command(app, inspect, "td-datapipes inspect redis://localhost:6379/0#digits --rows 2")
+    add_command(app, gc, "td-datapipes gc redis://localhost:6379/0 --older-than 1d --dry-run")
+    add_command(app, rm, "td-datapipes rm redis://localhost:6379/0#old --yes")
+
+
+@contextmanager
+def opened(url: str, *, require_name: bool) -> Iterator[Server]:
+    """The server of a URL."""
+    server = connect(url, require_name=require_name)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def ls(url: ServerOnlyURL, as_json: AsJson = False, ask_password: AskPassword = False) -> None:
+    """List the data sets on a server."""
+    del ask_password
+    with opened(url, require_name=False) as server:
+        manifests = [load_manifest(server, name) for name in list_names(server)]
+        address = server.address
+    if as_json:
+        print_json({"server": address, "datasets": [_summary(manifest) for manifest in manifests]})
+        return
+    if not manifests:
+        screen().print(f"no data sets at {address}", markup=False)
+        return
+    heads = [("name", "left"), ("rows", "right"), ("size", "right"), ("row", "right"), ("fields", "right")]
+    rows = [
+        (
+            manifest.name,
+            f"{manifest.rows:,}",
+            format_bytes(manifest.nbytes),
+            format_bytes(manifest.nbytes / manifest.rows if manifest.rows else _row_bytes(manifest)),
+            str(len(manifest.schema.fields)),
+            str(manifest.generation),
+            manifest.created[:10],
+        )
+        for manifest in manifests
+    ]
+    print_table([*heads, ("gen", "right"), ("written", "right")], rows)
+
+
+def _row_bytes(manifest: Manifest) -> int:
+    return sum(layout.stride_bytes for layout in manifest.layouts)
+
+
+def _summary(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "name": manifest.name,
+        "kind": manifest.kind,
+        "rows": manifest.rows,
+        "bytes": manifest.nbytes,
+        "row_bytes": _row_bytes(manifest),
+        "fields": len(manifest.schema.fields),
+        "generation": manifest.generation,
+        "created": manifest.created,
+        "complete": manifest.complete,
+    }
+
+
+def inspect(
+    url: DatasetURL,
+    rows: Annotated[int, typer.Option(min=0, max=100, help="How many rows to show.")] = 3,
+    as_json: AsJson = False,
+    ask_password: AskPassword = False,
+) -> None:
+    """Show a data set: what a row is, how it lies on the server, and some rows."""
+    del ask_password
+    with opened(url, require_name=True) as server:
+        manifest = load_manifest(server, server.url.name)
+        kept, staged = superseded_generations(server, manifest.name), find_staged(server, manifest.name)
+        memory = _memory(server, manifest)
+        address = server.address
+    with RedisTDDataset(url, prefetch_bytes=0) as dataset:
+        shown = dataset[: min(rows, len(dataset))]
+    fields = list(manifest.schema.fields.values())
+    if as_json:
+        values = [{".".join(f.key): _plain(shown.get(f.key)[row]) for f in fields} for row in range(len(shown))]
+        described = [field.to_json() for field in fields]
+        more = {"server": address, "chunks": _num_chunks(manifest), "shards": len(manifest.tags), **memory}
+        more |= {"earlier_generations": kept, "staged": [_staged(write) for write in staged]}
+        print_json({**_summary(manifest), **more, "schema": described, "first_rows": values})
+        return
+    print_facts(_facts(manifest, address, memory, kept, staged))
+    heads = [("field", "left"), ("dtype", "left"), ("shape", "left"), ("bytes", "right"), ("at", "right")]
+    cells = [
+        (".".join(f.key), dtype_name(f.dtype), str(list(f.shape)), f"{f.nbytes:,}", f"{f.offset_bytes:,}")
+        for f in fields
+    ]
+    screen().print()
+    print_table(heads, cells)
+    if len(shown) and fields:
+        screen().print()
+        heads = [("row", "right"), *((".".join(field.key), "left") for field in fields[:_COLUMNS_SHOWN])]
+        print_table(heads, [_row(row, fields, shown) for row in range(len(shown))])
+        if len(fields) > _COLUMNS_SHOWN:
+            screen().print(f"and {len(fields) - _COLUMNS_SHOWN} more fields")
+
+
+_COLUMNS_SHOWN = 6
+
+
+def _row(row: int, fields: list[Field], shown: Any) -> list[str]:
+    return [str(row), *(_brief(shown.get(field.key)[row]) for field in fields[:_COLUMNS_SHOWN])]
+
+
+def _brief(value: torch.Tensor) -> str:
+    flat = value.reshape(-1)
+    texts = [_number(item) for item in flat[:3]]
+    if not value.ndim:
+        return texts[0]
+    return "[" + " ".join(texts) + (" …" if flat.numel() > 3 else "") + "]"
+
+
+def _number(item: torch.Tensor) -> str:
+    if item.dtype.is_complex:
+        return str(complex(item.to(torch.complex128)))
+    return f"{float(item.to(torch.float64)):.4g}" if item.dtype.is_floating_point else str(item.item())
+
+
+def _plain(value: torch.Tensor) -> Any:
+    if value.dtype.is_complex:
+        return torch.view_as_real(value.to(torch.complex128)).tolist()
+    return (value.to(torch.float64) if value.dtype.is_floating_point else value).tolist()
+
+
+def _num_chunks(manifest: Manifest) -> int:
+    return sum(layout.num_chunks(manifest.rows) for layout in manifest.layouts)
+
+
+def _facts(
+    manifest: Manifest, address: str, memory: dict[str, Any], kept: list[dict[str, Any]], staged: list[StagedWrite]
+) -> list[tuple[str, str]]:
+    chunks, state = _num_chunks(manifest), ", complete" if manifest.complete else ""
+    facts = [
+        ("data set", manifest.name),
+        ("server", address),
+        ("rows", f"{manifest.rows:,} of {format_bytes(_row_bytes(manifest))}: {format_bytes(manifest.nbytes)}"),
+        ("kind", f"{manifest.kind}, generation {manifest.generation} of {manifest.created}{state}"),
+        ("chunks", f"{chunks:,} in {len(manifest.tags)} shard{'s' * (len(manifest.tags) != 1)}"),
+    ]
+    if memory["memory_bytes"] is not None:
+        facts.append(("memory", _memory_text(memory)))
+    for old in kept:
+        age = format_duration(old["superseded_seconds"])
+        facts.append(("earlier", f"generation {old['generation']}, {old['rows']:,} rows, superseded {age} ago; see gc"))
+    for write in staged:
+        age = format_duration(write.age_seconds)
+        facts.append(("unfinished", f"a write of {age} ago" + (", interrupted; see gc" if write.is_abandoned else "")))
+    return facts
+
+
+def _memory_text(memory: dict[str, Any]) -> str:
+    text = f"about {format_bytes(memory['memory_bytes'])} on the server"
+    if memory["server_used_bytes"]:
+        text += f", which uses {format_bytes(memory['server_used_bytes'])}"
+        limit = memory["server_max_bytes"]
+        text += f" of {format_bytes(limit)}" if limit else " (no maxmemory)"
+    return text
+
+
+def _staged(write: StagedWrite) -> dict[str, Any]:
+    facts = write.facts
+    known = {"host": facts.get("host"), "pid": facts.get("pid")}
+    return {"id": write.id, **known, "age_seconds": write.age_seconds, "abandoned": write.is_abandoned}
+
+
+def _memory(server: Server, manifest: Manifest) -> dict[str, Any]:
+    """What it takes on the server, from some of its chunks; None where the user may not ask."""
+    keys = []
+    for group, layout in enumerate(manifest.layouts):
+        chunks = layout.num_chunks(manifest.rows)
+        keys += [manifest.chunk_key(group, chunk) for chunk in range(0, chunks, max(1, chunks // _SAMPLED_CHUNKS))]
+
+    def command(client: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"memory_bytes": None, "server_used_bytes": None, "server_max_bytes": None}
+        try:
+            sizes = [client.memory_usage(key) or 0 for key in keys]
+            found["memory_bytes"] = round(sum(sizes) / len(sizes) * _num_chunks(manifest)) if sizes else 0
+            info = client.info("memory")
+            found |= {"server_used_bytes": info.get("used_memory"), "server_max_bytes": info.get("maxmemory")}
+        except Exception as error:
+            if "NOPERM" not in str(error) and "permissions" not in str(error):
+                raise
+        return found
+
+    return server.call("asking for memory", command)
+
+
+def gc(
+    url: ServerOnlyURL,
+    older_than: Annotated[
+        str, typer.Option(metavar="TIME", help="Keep what is younger than this: 90s, 30m, 1.5h, 2d.")
+    ] = f"{SUPERSEDED_SECONDS / 3600:.0f}h",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: AsJson = False,
+    ask_password: AskPassword = False,
+) -> None:
+    """Remove superseded generations, and what interrupted writes left."""
+    del ask_password
+    seconds = duration_seconds(older_than)
+    with opened(url, require_name=False) as server:
+        generations = []
+        for name in list_names(server):
+            old = [g for g in superseded_generations(server, name) if g["superseded_seconds"] >= seconds]
+            generations += [{"name": name, **generation} for generation in old]
+            if not dry_run:
+                collect(server, name, seconds)
+        writes = sweep_staged(server, seconds, dry_run=dry_run)
+    if as_json:
+        staged = [{"name": write.name, **_staged(write)} for write in writes]
+        print_json({"dry_run": dry_run, "generations": generations, "staged": staged})
+        return
+    console, verb = screen(), "would remove" if dry_run else "removed"
+    for item in generations:
+        text = f"generation {item['generation']} of {item['name']} ({item['rows']:,} rows)"
+        console.print(f"{verb} {text}", markup=False)
+    for write in writes:
+        console.print(
+            f"{verb} what a write of {write.name} left ({format_duration(write.age_seconds)} ago)", markup=False
+        )
+    if not generations and not writes:
+        console.print(f"nothing to remove that is older than {format_duration(seconds)}", markup=False)
+
+
+def rm(
+    url: DatasetURL,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+    ask_password: AskPassword = False,
+) -> None:
+    """Remove a data set with all its generations."""
+    del ask_password
+    with opened(url, require_name=True) as server:
+        manifest = load_manifest(server, server.url.name)
+        if not yes:
+            what = f"{manifest.name}: {manifest.rows:,} rows, {format_bytes(manifest.nbytes)}"
+            if not sys.stdin.isatty():
+                raise ConfigurationError(f"nobody can be asked whether to remove {what}; say so with --yes")
+            typer.confirm(f"remove {what}?", abort=True, err=True)
+        drop(server, manifest.name)
+    if as_json:
+        print_json({"removed": _summary(manifest)})
+    else:
+        screen().print(f"removed {manifest.name} ({manifest.rows:,} rows)", markup=False)
