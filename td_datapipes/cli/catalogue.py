@@ -276,7 +276,8 @@ def rm(
             what = f"{manifest.name}: {manifest.rows:,} rows, {format_bytes(manifest.nbytes)}"
             if not sys.stdin.isatty():
                 raise ConfigurationError(f"nobody can be asked whether to remove {what}; say so with --yes")
-            typer.confirm(f"remove {what}?", abort=True, err=True)
+            if not typer.confirm(f"remove {what}?", err=True):
+                raise typer.Exit(1)
         drop(server, manifest.name)
     if as_json:
         print_json({"removed": _summary(manifest)})

@@ -10,6 +10,7 @@ import typer
 
 from td_datapipes.cli.options import AsJson, AskPassword, DatasetURL, add_command, parse_fill, parse_name, parse_shapes
 from td_datapipes.cli.output import format_bytes, print_json, screen, shown_url
+from td_datapipes.errors import ServerError
 from td_datapipes.export import EXPORT_FORMATS
 from td_datapipes.export import export as export_rows
 from td_datapipes.ingest import FORMATS
@@ -97,7 +98,7 @@ def ingest(
             progress=progress,
             **options,
         )
-    except (KeyboardInterrupt, ConnectionError, TimeoutError):
+    except (KeyboardInterrupt, ConnectionError, TimeoutError, ServerError):
         sys.stderr.write("what has arrived is kept; the same command goes on from there\n")
         raise
     _report("published", manifest, url, time.monotonic() - began, as_json=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -83,8 +84,16 @@ def one_line(text: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """For programs: one object, on standard output."""
-    sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n")
+    """For programs: one object, on standard output. What JSON has no number for (nan, inf) is text."""
+    sys.stdout.write(json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
