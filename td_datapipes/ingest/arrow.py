@@ -7,6 +7,7 @@ same columns of the same types.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ __all__ = ["ArrowSource", "Part", "dataset_parts", "parse_filter", "stream_parts
 
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 65536
+_MISSING_COLUMN = re.compile(r"No match for FieldRef\.Name\((.*?)\)")
 _OPERATORS = ("==", "!=", "<=", ">=", "<", ">", "=")
 
 
@@ -134,6 +136,9 @@ def readable(label: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, EOFError) as error:
+        missing = _MISSING_COLUMN.search(str(error))
+        if missing is not None:
+            raise ConfigurationError(f"the filter names {missing[1]!r}, which {label} does not have") from error
         if isinstance(error, pa.ArrowNotImplementedError):
             raise SourceError(f"pyarrow {pa.__version__} cannot read {label}: {_first_line(error)}") from error
         raise SourceError(f"{label} cannot be read: {_first_line(error)}; is it complete?") from error
