@@ -63,6 +63,8 @@ def run(arguments: Sequence[str]) -> int:
             raise
         text = f"{type(error).__name__}: {error}; this should not happen: run it again with TD_DATAPIPES_TRACEBACK=1"
         return _fail(f"{text} and report what it prints", type(error).__name__, 1, as_json=as_json)
+    if result == 130:  # typer's word for Ctrl-C
+        return _fail("interrupted", "Interrupted", 130, as_json=as_json)
     return result if isinstance(result, int) else 0
 
 

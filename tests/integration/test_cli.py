@@ -254,13 +254,11 @@ def test_the_screens_of_ls_and_inspect(server: ServerProcess) -> None:
         "label    int64      []          8   16\n"
         "n.half   bfloat16   []          2   24\n"
         "\n"
-        "row   image          label   n.half\n"
-        "───────────────────────────────────\n"
-        "  0   [0 0.25 0.5]   0       nan\n"
-        "  1   [0.75 1 1.25]  1       nan"
-    ).replace("[0.75 1 1.25]  1 ", "[0.75 1 1.25]   1 ").replace("[0 0.25 0.5]   0 ", "[0 0.25 0.5]    0 ").replace(
-        "row   image          label", "row   image           label"
-    ).replace("─\n  0", "──\n  0")
+        "row   image           label   n.half\n"
+        "────────────────────────────────────\n"
+        "  0   [0 0.25 0.5]    0       nan\n"
+        "  1   [0.75 1 1.25]   1       nan"
+    )
     told = json_of("inspect", server.url("digits"), "--rows", 1)
     assert told["first_rows"] == [{"image": [0.0, 0.25, 0.5], "label": 0, "n.half": "nan"}]
     assert (told["rows"], told["chunks"], told["shards"], told["generation"]) == (4, 1, 1, 1)
@@ -481,8 +479,9 @@ def test_top_sees_who_reads_what(server: ServerProcess) -> None:
             assert item["rows"] > 0
         screen = screen_of(run_installed("top", server.url("x")))
         assert screen.splitlines()[0].endswith("#x")
-        assert [line.split()[0] for line in screen.splitlines()[5:]] == ["x", "x", "all"] or "all" in screen
-        assert "\ny " not in screen
+        readers = [line for line in screen.splitlines() if "process" in line]
+        assert [line.split()[0] for line in readers] == ["x", "x"]
+        assert screen.splitlines()[-1].startswith("all ")
         code, seen = run_on_terminal("top", server.url(), "--interval", "1.5", "--count", "2")
         assert code == 0
         assert "rows/s" in seen
