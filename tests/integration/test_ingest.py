@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from matplotlib.cbook import get_sample_data
 from pyarrow import csv
 from rows_in_memory import assert_same_rows, bytes_of, random_rows
-from servers import ServerProcess
+from servers import ServerProcess, wait_until
 from sklearn import datasets as real
 from tensordict import TensorDict
 
@@ -36,7 +38,9 @@ from td_datapipes.errors import (
 from td_datapipes.ingest import ingest
 from td_datapipes.manifest import staged_key
 from td_datapipes.staged import find_staged, sweep_staged
+from td_datapipes.writer import GroupChunks
 
+CHUNK_KEY = re.compile(rb"td:\{[0-9a-f]+\.\d+\}:\d+:[0-9a-f]{8}")
 FORK = multiprocessing.get_context("fork")
 
 
@@ -56,8 +60,13 @@ def keys(server: ServerProcess) -> list[bytes]:
     return sorted(server.execute("KEYS", "*"))
 
 
+def chunks_on(server: ServerProcess) -> list[bytes]:
+    """The keys of all chunks."""
+    return [key for key in keys(server) if CHUNK_KEY.fullmatch(key)]
+
+
 def assert_nothing_was_written(server: ServerProcess) -> None:
-    assert [key for key in keys(server) if key.count(b":") == 3] == []
+    assert chunks_on(server) == []
     assert not any(key.endswith((b":manifest", b":staged")) for key in keys(server))
 
 
@@ -250,7 +259,7 @@ def test_a_filter_that_is_none_is_refused(server: ServerProcess, text: str) -> N
 def test_appending_adds_rows_as_a_new_generation_and_refuses_another_schema_by_field(server: ServerProcess) -> None:
     table = numbers(100)
     first = ingest(table.slice(0, 60), server.url("a"))
-    chunks = {key: server.execute("GET", key) for key in keys(server) if key.count(b":") == 3}
+    chunks = {key: server.execute("GET", key) for key in chunks_on(server)}
     second = ingest(table.slice(60), server.url("a"), append=True)
     assert (second.id, second.generation, second.rows) == (first.id, 2, 100)
     assert_is(server.url("a"), table)
@@ -410,31 +419,43 @@ def write_parquet(path: Path, rows: int = 1000) -> pa.Table:
     return table
 
 
-def die_midway(source: Any, url: str, chunks: int, how: str, options: dict[str, Any]) -> None:
-    """Ingest, and end after so many chunks: killed, or by Ctrl-C."""
-    from td_datapipes.wire.writer import BulkWriter
+@contextmanager
+def after_chunks(server: ServerProcess, number: int, act: Callable[[], object]) -> Iterator[None]:
+    """Do something once that many more chunks are on the server, and no other."""
+    sent, plain, before = 0, GroupChunks.flush, len(chunks_on(server))
 
-    sent, plain = 0, BulkWriter.set
-
-    def counting(self: BulkWriter, *args: Any) -> None:
+    def flush(self: GroupChunks) -> None:
         nonlocal sent
-        plain(self, *args)
+        plain(self)
         sent += 1
-        if sent == chunks:
-            self.flush()
-            if how == "kill":
-                os._exit(9)
-            raise KeyboardInterrupt
+        if sent == number:
+            wait_until(lambda: len(chunks_on(server)) == before + number, "the chunks to arrive")
+            act()
 
-    BulkWriter.set = counting  # type: ignore[method-assign]
+    GroupChunks.flush = flush  # type: ignore[method-assign]
     try:
-        ingest(source, url, chunk_bytes=CHUNK_BYTES, **options)
+        yield
+    finally:
+        GroupChunks.flush = plain  # type: ignore[method-assign]
+
+
+def die_midway(server: ServerProcess, source: Any, name: str, chunks: int, how: str, options: dict[str, Any]) -> None:
+    """Ingest, and end after so many chunks: killed, or by Ctrl-C."""
+
+    def interrupt_now() -> None:
+        raise KeyboardInterrupt
+
+    try:
+        with after_chunks(server, chunks, (lambda: os._exit(9)) if how == "kill" else interrupt_now):
+            ingest(source, server.url(name), chunk_bytes=CHUNK_BYTES, **options)
     except KeyboardInterrupt:
         os._exit(9)
 
 
-def interrupt(source: Any, url: str, *, chunks: int = 40, how: str = "kill", **options: Any) -> None:
-    child = FORK.Process(target=die_midway, args=(source, url, chunks, how, options))
+def interrupt(
+    server: ServerProcess, source: Any, name: str, *, chunks: int = 40, how: str = "kill", **options: Any
+) -> None:
+    child = FORK.Process(target=die_midway, args=(server, source, name, chunks, how, options))
     child.start()
     child.join()
     assert child.exitcode == 9
@@ -462,8 +483,8 @@ def test_an_interrupted_ingest_goes_on_with_what_is_staged(
     server: ServerProcess, tmp_path: Path, how: str, chunks: int
 ) -> None:
     table = write_parquet(tmp_path / "t.parquet")
-    interrupt(tmp_path, server.url("r"), chunks=chunks, how=how)
-    staged = [key for key in keys(server) if key.count(b":") == 3]
+    interrupt(server, tmp_path, "r", chunks=chunks, how=how)
+    staged = chunks_on(server)
     assert len(staged) == chunks
     counting = Counting(server)
     manifest = ingest(tmp_path, server.url("r"), chunk_bytes=CHUNK_BYTES)
@@ -476,8 +497,8 @@ def test_an_interrupted_ingest_goes_on_with_what_is_staged(
 def test_it_may_be_interrupted_again_and_again(server: ServerProcess, tmp_path: Path) -> None:
     table = write_parquet(tmp_path / "t.parquet")
     for _ in range(5):
-        interrupt(tmp_path / "t.parquet", server.url("r"), chunks=15)
-    assert len([key for key in keys(server) if key.count(b":") == 3]) == 75
+        interrupt(server, tmp_path / "t.parquet", "r", chunks=15)
+    assert len(chunks_on(server)) == 75
     ingest(tmp_path / "t.parquet", server.url("r"), chunk_bytes=CHUNK_BYTES)
     assert_is(server.url("r"), table)
 
@@ -487,7 +508,7 @@ def test_filters_and_a_stream_are_taken_up_at_the_right_row(server: ServerProces
     with pa.ipc.new_stream(tmp_path / "t.arrows", table.schema) as writer:
         writer.write_table(table, max_chunksize=33)
     for name, source in (("p", tmp_path / "t.parquet"), ("s", tmp_path / "t.arrows")):
-        interrupt(source, server.url(name), chunks=20, filters=("on == true",))
+        interrupt(server, source, name, chunks=20, filters=("on == true",))
         counting = Counting(server)
         ingest(source, server.url(name), chunk_bytes=CHUNK_BYTES, filters=("on == true",))
         expected = [row for row, on in enumerate(table["on"].to_pylist()) if on]
@@ -497,8 +518,8 @@ def test_filters_and_a_stream_are_taken_up_at_the_right_row(server: ServerProces
 
 def test_chunks_that_are_gone_meanwhile_are_written_again(server: ServerProcess, tmp_path: Path) -> None:
     table = write_parquet(tmp_path / "t.parquet")
-    interrupt(tmp_path / "t.parquet", server.url("r"))
-    chunks = [key for key in keys(server) if key.count(b":") == 3]
+    interrupt(server, tmp_path / "t.parquet", "r")
+    chunks = chunks_on(server)
     server.execute("DEL", chunks[7])
     server.execute("SET", chunks[20], "short")
     ingest(tmp_path / "t.parquet", server.url("r"), chunk_bytes=CHUNK_BYTES)
@@ -508,7 +529,7 @@ def test_chunks_that_are_gone_meanwhile_are_written_again(server: ServerProcess,
 def test_what_is_staged_of_something_else_is_not_taken(server: ServerProcess, tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     write_parquet(path)
-    interrupt(path, server.url("r"))
+    interrupt(server, path, "r")
     other = numbers(1000, seed=5)
     pq.write_table(other, path, row_group_size=70)
     manifest = ingest(path, server.url("r"), chunk_bytes=CHUNK_BYTES)
@@ -521,14 +542,14 @@ def test_what_is_staged_of_something_else_is_not_taken(server: ServerProcess, tm
     assert sweep_staged(opened, 0.0) == [left]
     assert find_staged(opened, "r") == []
     opened.close()
-    assert len([key for key in keys(server) if key.count(b":") == 3]) == 100
+    assert len(chunks_on(server)) == 100
     assert_is(server.url("r"), other)
 
 
 @pytest.mark.parametrize("options", [{"drop": ["on"]}, {"resume": False}, {"chunk_bytes": 640}])
 def test_another_reading_or_layout_begins_anew(server: ServerProcess, tmp_path: Path, options: dict[str, Any]) -> None:
     table = write_parquet(tmp_path / "t.parquet")
-    interrupt(tmp_path / "t.parquet", server.url("r"))
+    interrupt(server, tmp_path / "t.parquet", "r")
     ingest(tmp_path / "t.parquet", server.url("r"), **{"chunk_bytes": CHUNK_BYTES, **options})
     assert read_all(server.url("r"))["id"].tolist() == table["id"].to_pylist()
     assert server.execute("HLEN", staged_key("r")) == 1
@@ -539,23 +560,14 @@ def test_a_write_that_goes_on_is_not_taken_from_its_writer(server: ServerProcess
     table = write_parquet(path)
     reached, go_on = FORK.Event(), FORK.Event()
 
+    def wait() -> None:
+        reached.set()
+        go_on.wait()
+
     def slow() -> None:
-        from td_datapipes.wire.writer import BulkWriter
-
-        sent, plain = 0, BulkWriter.set
-
-        def waiting(self: BulkWriter, *args: Any) -> None:
-            nonlocal sent
-            plain(self, *args)
-            sent += 1
-            if sent == 40:
-                self.flush()
-                reached.set()
-                go_on.wait()
-
-        BulkWriter.set = waiting  # type: ignore[method-assign]
         try:
-            ingest(path, server.url("r"), chunk_bytes=CHUNK_BYTES)
+            with after_chunks(server, 40, wait):
+                ingest(path, server.url("r"), chunk_bytes=CHUNK_BYTES)
         except DatasetExistsError:
             os._exit(7)
 
@@ -600,7 +612,7 @@ def test_an_iterable_that_promises_the_same_rows_is_taken_up(server: ServerProce
         for start in range(0, 400, 37):
             yield rows[start : start + 37]
 
-    interrupt(batches(), server.url("i"), chunks=20, same_as="version 1")
+    interrupt(server, batches(), "i", chunks=20, same_as="version 1")
     counting = Counting(server)
     ingest(batches(), server.url("i"), chunk_bytes=CHUNK_BYTES, same_as="version 1")
     assert counting.sets == 40 - 20 + 1
