@@ -46,7 +46,7 @@ __all__ = [
     "iterate_batches",
     "persist",
     "write_dataset",
-    "write_rows",
+    "write_source",
 ]
 
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -94,7 +94,7 @@ def write_dataset(
         found = find_free(server, overwrite=overwrite)
         _chunk_bytes(server, chunk_bytes)  # refuse what cannot work before the first batch is made
         source = _Batches(data)
-        return write_rows(server, source, found, chunk_bytes=chunk_bytes, progress=progress)
+        return write_source(server, source, found, chunk_bytes=chunk_bytes, progress=progress)
     finally:
         server.close()
 
@@ -115,7 +115,7 @@ def find_free(server: Server, *, overwrite: bool) -> Manifest | None:
     return found
 
 
-def write_rows(
+def write_source(
     server: Server,
     source: RowSource,
     found: Manifest | None,

@@ -11,7 +11,7 @@ from td_datapipes.ingest.columns import ColumnOptions
 from td_datapipes.ingest.sources import FORMATS, SourceOptions, open_source
 from td_datapipes.manifest import Manifest
 from td_datapipes.wire.url import ServerURL
-from td_datapipes.writer import find_free, write_rows
+from td_datapipes.writer import find_free, write_source
 
 __all__ = ["FORMATS", "ingest"]
 
@@ -95,6 +95,6 @@ def ingest(
             )
         found = find_free(server, overwrite=overwrite)
         rows = open_source(source, options)
-        return write_rows(server, rows, found, chunk_bytes=chunk_bytes, progress=progress, resume=resume)
+        return write_source(server, rows, found, chunk_bytes=chunk_bytes, progress=progress, resume=resume)
     finally:
         server.close()
