@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from td_datapipes.datapipes import RedisTDIterableDataset, RedisTDIterDataPipe
     from td_datapipes.datasets import RedisTDDataset
     from td_datapipes.dtensor_collate import DTensorCollate
+    from td_datapipes.integrity import verify_dataset
     from td_datapipes.mixture import RedisTDMixture
     from td_datapipes.nodes import RedisTDReader
     from td_datapipes.placement import Placement
+    from td_datapipes.wire.retry import RetryPolicy
     from td_datapipes.writer import write_dataset
 
 __all__ = [
@@ -32,7 +34,9 @@ __all__ = [
     "RedisTDIterableDataset",
     "RedisTDMixture",
     "RedisTDReader",
+    "RetryPolicy",
     "append_dataset",
+    "verify_dataset",
     "write_dataset",
 ]
 
@@ -44,7 +48,9 @@ _HOMES = {
     "RedisTDIterableDataset": "td_datapipes.datapipes",
     "RedisTDMixture": "td_datapipes.mixture",
     "RedisTDReader": "td_datapipes.nodes",
+    "RetryPolicy": "td_datapipes.wire.retry",
     "append_dataset": "td_datapipes.appender",
+    "verify_dataset": "td_datapipes.integrity",
     "write_dataset": "td_datapipes.writer",
 }
 

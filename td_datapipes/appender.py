@@ -8,7 +8,6 @@ numbers in the same step in which it writes. (M. Kleppmann, "How to do distribut
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import secrets
@@ -21,7 +20,15 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from td_datapipes.blocks import RowBlock
-from td_datapipes.catalog import APPEND_PREFIX, connect, load_manifest, stage, sweep_appends
+from td_datapipes.catalog import (
+    APPEND_PREFIX,
+    confirm_chunks,
+    confirm_published,
+    connect,
+    load_manifest,
+    stage,
+    sweep_appends,
+)
 from td_datapipes.errors import (
     AppendConflictError,
     AuthenticationError,
@@ -31,6 +38,8 @@ from td_datapipes.errors import (
     ServerError,
     TDDatapipesError,
 )
+from td_datapipes.garbage import process_is_gone, writer_note
+from td_datapipes.integrity import store_checksums
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
 from td_datapipes.wire.scripts import load_script
@@ -123,11 +132,11 @@ class _Append:
             if isinstance(answer, int):
                 return answer
             holder, left_ms = answer
-            replaceable = holder if _is_gone(holder.decode()) else b""
+            host, pid, _ = holder.decode().rsplit(" ", 2)
+            replaceable = holder if process_is_gone(host, int(pid)) else b""
             if replaceable:
                 continue
             if time.monotonic() >= deadline:
-                host, pid, _ = holder.decode().rsplit(" ", 2)
                 raise AppendConflictError(
                     f"process {pid} on {host} is appending to {self._name!r} at {self._server.address}; if it has "
                     f"died, others may append in {left_ms / 1000:.1f} s. Pass wait_seconds to wait for it"
@@ -145,19 +154,21 @@ class _Append:
         sweep_appends(server, self._name, manifest)
         if total is not None:
             check_room(server, manifest.schema, total)
-        note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": manifest.tags}
-        stage(server, self._name, self._staged_id, json.dumps({**note, "manifest": json.loads(manifest.to_json())}))
+        stage(server, self._name, self._staged_id, writer_note(manifest, time.time()))
         try:
             with progress_bar(f"appending to {self._name}", total, progress) as advance:
                 rows = self._write(blocks, advance)
             persist(server)
+            confirm_chunks(server, manifest.with_rows(rows), manifest.rows)
         except BaseException:
             self._undo()
             raise
         if rows == manifest.rows and not complete:
             self._undo()
             return manifest
-        published = manifest.with_rows(rows, complete=complete)
+        last = tuple(group.last_checksum for group in self._groups)
+        last_checksums = None if manifest.last_checksums is None else last
+        published = manifest.with_rows(rows, complete=complete, last_checksums=last_checksums)
         try:
             self._publish(published)
         except (AppendConflictError, ServerError, AuthenticationError):
@@ -165,6 +176,7 @@ class _Append:
             raise
         # After any other failure it may have been published: its chunks stay, and the staged entry tells of them.
         persist(server)
+        confirm_published(server, published, lambda: self._publish(published))
         return published
 
     def _check_kind(self) -> None:
@@ -182,7 +194,11 @@ class _Append:
     def _write(self, blocks: Iterable[RowBlock], advance: Any) -> int:
         """Send the rows; how many the data set has with them."""
         manifest, schema = self._manifest, self._manifest.schema
-        groups = [GroupChunks(manifest, number, self._put, manifest.rows) for number in range(len(schema.groups))]
+        begun = manifest.last_checksums or (0,) * len(schema.groups)
+        self._groups = groups = [
+            GroupChunks(manifest, number, self._put, manifest.rows, begun[number])
+            for number in range(len(schema.groups))
+        ]
         rows = manifest.rows
         for block in blocks:
             found = block.schema
@@ -195,8 +211,10 @@ class _Append:
                 group.add(block)
             rows += block.rows
             advance(block.rows)
-        for group in groups:
+        for number, group in enumerate(groups):
             group.flush()
+            if manifest.last_checksums is not None:
+                store_checksums(self._server, manifest, number, group.first_chunk, group.checksums)
         return rows
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
@@ -204,7 +222,7 @@ class _Append:
             keys = [appender_key(self._name), appends_key(self._name)]
             self._expect_ok(self._run("append_renew", keys, self._holder, int(LEASE_SECONDS * 1000), self._number))
             self._renewed = time.monotonic()
-        keys = [self._manifest.chunk_key(group, chunk), self._manifest.fence_key(chunk)]
+        keys = [self._manifest.chunk_key(group, chunk), self._manifest.fence_key(group, chunk)]
         answer = self._run("append_chunk", keys, self._number, start_bytes, b"".join(parts))
         if answer.startswith(b"SHORT"):
             raise DataLossError(
@@ -250,18 +268,5 @@ class _Append:
         return self._server.call(
             f"appending to {self._name!r}",
             lambda client: client.eval(source, len(keys), *chain(keys, arguments)),
+            repeats=True,
         )
-
-
-def _is_gone(holder: str) -> bool:
-    """Whether a writer was a process of this machine that exists no more."""
-    host, pid, _ = holder.rsplit(" ", 2)
-    if host != platform.node():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False

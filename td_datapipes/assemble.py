@@ -170,9 +170,9 @@ class StridedBatch:
 
     def target(self, slab: Slab) -> Bytes | None:
         """The stretch of the buffer where the slab's periods lie, if the stream is the batch itself."""
-        if self._runs or not self._direct:
+        if self._runs or not self._direct or not isinstance(slab.positions, slice):
             return None
-        start = self._base + slab.positions.start * self._period  # type: ignore[union-attr]
+        start = self._base + slab.positions.start * self._period
         return self._bytes[start : start + slab.stream_bytes]
 
     def places(self, run: RunSlab) -> list[memoryview] | None:
@@ -187,7 +187,7 @@ class StridedBatch:
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Nothing where the stream is the batch; else move the records, segment by segment."""
-        if self._direct and not self._runs:
+        if self._direct and not self._runs and isinstance(slab.positions, slice):
             return
         for number, segment in enumerate(self._spec.segments):
             rows = _items(self._bytes, segment.nbytes, self._segments[number], self._period)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import redis
 
-from td_datapipes.errors import DatasetExistsError, DatasetNotFoundError, InterruptedWriteError
+from td_datapipes.errors import DataLossError, DatasetExistsError, DatasetNotFoundError, InterruptedWriteError
 from td_datapipes.manifest import (
     NAMES_KEY,
     Manifest,
@@ -23,14 +23,18 @@ from td_datapipes.manifest import (
     superseded_key,
 )
 from td_datapipes.server import open_embedded
+from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
 __all__ = [
     "APPEND_PREFIX",
+    "SUPERSEDED_SECONDS",
     "chunk_keys",
     "collect",
+    "confirm_chunks",
+    "confirm_published",
     "connect",
     "drop",
     "find_manifest",
@@ -39,6 +43,7 @@ __all__ = [
     "publish",
     "stage",
     "sweep_appends",
+    "sweep_chunks",
     "unstage",
 ]
 
@@ -50,15 +55,15 @@ APPEND_PREFIX = "append-"
 """What the staged ids of appends begin with. Their notes hold the manifest they began from."""
 
 
-def connect(url: str | ServerURL, *, require_name: bool = True) -> Server:
+def connect(url: str | ServerURL, *, require_name: bool = True, retry: RetryPolicy | None = None) -> Server:
     """A server by URL. Nothing is sent yet, but an embedded server is started with the first command."""
     parsed = url if isinstance(url, ServerURL) else ServerURL.parse(url, require_name=require_name)
-    return Server(parsed, open_embedded)
+    return Server(parsed, open_embedded, retry)
 
 
 def find_manifest(server: Server, name: str) -> Manifest | None:
     """What is published under a name, or None."""
-    text = server.call(f"reading the manifest of {name!r}", lambda client: client.get(manifest_key(name)))
+    text = server.call(f"reading the manifest of {name!r}", lambda client: client.get(manifest_key(name)), repeats=True)
     return None if text is None else Manifest.from_json(text)
 
 
@@ -72,7 +77,7 @@ def load_manifest(server: Server, name: str) -> Manifest:
     manifest = find_manifest(server, name)
     if manifest is not None:
         return manifest
-    staged = server.call("looking for interrupted writes", lambda client: client.hlen(staged_key(name)))
+    staged = server.call("looking for interrupted writes", lambda client: client.hlen(staged_key(name)), repeats=True)
     if staged:
         raise InterruptedWriteError(
             f"data set {name!r} at {server.address} was never published: its write is still going on "
@@ -91,7 +96,7 @@ def list_names(server: Server) -> list[str]:
         exists = [bool(client.exists(manifest_key(name))) for name in names]
         return [name for name, there in zip(names, exists, strict=True) if there]
 
-    return server.call("listing the data sets", command)
+    return server.call("listing the data sets", command, repeats=True)
 
 
 def stage(server: Server, name: str, staged_id: str, note: str) -> None:
@@ -102,7 +107,7 @@ def stage(server: Server, name: str, staged_id: str, note: str) -> None:
         client.sadd(NAMES_KEY, encode_name(name))
         client.hset(staged_key(name), staged_id, note)
 
-    server.call(f"beginning to write {name!r}", command)
+    server.call(f"beginning to write {name!r}", command, repeats=True)
 
 
 def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes], *, forget: bool = True) -> None:
@@ -113,7 +118,7 @@ def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes], *,
         if forget:
             client.hdel(staged_key(name), staged_id)
 
-    server.call(f"taking back what was staged of {name!r}", command)
+    server.call(f"taking back what was staged of {name!r}", command, repeats=True)
 
 
 def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_id: str) -> None:
@@ -127,19 +132,83 @@ def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_i
 
     Raises:
         DatasetExistsError: somebody else published under the name since.
+        InterruptedWriteError: the write fell silent for so long that what it had staged was collected.
     """
     script = load_script("publish")
     keys = [manifest_key(manifest.name), staged_key(manifest.name), superseded_key(manifest.name)]
     expected = "" if found is None else f"{found.id} {found.generation}"
     arguments: list[Any] = [manifest.to_json(), expected, staged_id, repr(time.time())]
     answer = server.call(
-        f"publishing {manifest.name!r}", lambda client: client.eval(script.source, len(keys), *keys, *arguments)
+        f"publishing {manifest.name!r}",
+        lambda client: client.eval(script.source, len(keys), *keys, *arguments),
+        repeats=True,
     )
+    if answer == b"GONE":
+        raise InterruptedWriteError(
+            f"what this write of {manifest.name!r} at {server.address} had staged was removed, because its writer had "
+            f"not been heard of for long; nothing was published: write it again"
+        )
     if answer != b"OK":
         raise DatasetExistsError(
             f"data set {manifest.name!r} at {server.address} was published by another writer while this one wrote; "
             f"nothing of this write was kept. Open what is there, or write again with overwrite=True"
         )
+
+
+def confirm_chunks(server: Server, manifest: Manifest, first_row: int = 0) -> None:
+    """On a cluster, make sure before they are published that chunks are still there, and with replicas.
+
+    Masters confirm a write before their replicas have it; what a master had not passed on when it failed is gone.
+
+    Args:
+        server: where.
+        manifest: what is to be published.
+        first_row: chunks that hold only rows before this one have been published before.
+
+    Raises:
+        DataLossError: a chunk is gone. It is not published, and can be written again.
+    """
+    server.wait_replicated()
+    if server.cluster() is None:
+        return
+    wanted: list[tuple[bytes, int]] = []
+    for group, layout in enumerate(manifest.layouts):
+        first = first_row // layout.records_per_chunk * layout.pieces if layout.stride_bytes else 0
+        for chunk in range(first, layout.num_chunks(manifest.rows)):
+            wanted.append((manifest.chunk_key(group, chunk), layout.chunk_bytes(chunk, manifest.rows)))
+    for start in range(0, len(wanted), _KEYS_PER_UNLINK):
+        some = wanted[start : start + _KEYS_PER_UNLINK]
+
+        def command(client: Any, some: Sequence[tuple[bytes, int]] = some) -> list[int]:
+            with client.pipeline(transaction=False) as pipeline:
+                for key, _ in some:
+                    pipeline.strlen(key)
+                return list(pipeline.execute())
+
+        found = server.call(f"confirming chunks of {manifest.name!r}", command, repeats=True)
+        for (key, nbytes), length in zip(some, found, strict=True):
+            if length < nbytes:
+                raise DataLossError(
+                    f"chunk {key.decode()} of {manifest.name!r} at {server.address} was lost while it was written: "
+                    f"{nbytes} bytes confirmed, {length} there; a master has failed over to a replica that lacked it. "
+                    f"Nothing was published; write again"
+                )
+
+
+def confirm_published(server: Server, manifest: Manifest, again: Callable[[], None]) -> None:
+    """On a cluster, make sure that a failover has not undone what was published.
+
+    Args:
+        server: where.
+        manifest: what was published.
+        again: publishes it once more; nothing happens where it is there.
+    """
+    server.wait_replicated()
+    if server.cluster() is None:
+        return
+    while (current := find_manifest(server, manifest.name)) is None or current.generation < manifest.generation:
+        again()
+        server.wait_replicated()
 
 
 def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SECONDS) -> int:
@@ -163,7 +232,7 @@ def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SE
             removed += 1
         return removed
 
-    return server.call(f"removing old generations of {name!r}", command)
+    return server.call(f"removing old generations of {name!r}", command, repeats=True)
 
 
 def drop(server: Server, name: str) -> None:
@@ -179,10 +248,10 @@ def drop(server: Server, name: str) -> None:
         _unlink(client, chain(chunk_keys(manifest), manifest.fence_keys))
         _unlink(client, [appender_key(name), appends_key(name)])
 
-    server.call(f"removing {name!r}", command)
+    server.call(f"removing {name!r}", command, repeats=True)
     sweep_appends(server, name, None)
     collect(server, name, older_than_seconds=0)
-    server.call(f"removing {name!r}", lambda client: client.srem(NAMES_KEY, encode_name(name)))
+    server.call(f"removing {name!r}", lambda client: client.srem(NAMES_KEY, encode_name(name)), repeats=True)
 
 
 def sweep_appends(server: Server, name: str, current: Manifest | None) -> None:
@@ -200,16 +269,41 @@ def sweep_appends(server: Server, name: str, current: Manifest | None) -> None:
                 continue
             begun = Manifest.from_json(json.dumps(json.loads(note)["manifest"]))
             manifest = current if current is not None and current.id == begun.id else begun
-            for group, layout in enumerate(manifest.layouts):
-                first = layout.num_chunks(manifest.rows)
-                # Chunks are written in order, so the first run of missing ones is behind the last.
-                while layout.stride_bytes and client.unlink(
-                    *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
-                ):
-                    first += _CHUNKS_PER_SWEEP
+            _sweep(client, manifest)
             client.hdel(staged_key(name), staged_id)
 
-    server.call(f"removing what interrupted appends to {name!r} left", command)
+    server.call(f"removing what interrupted appends to {name!r} left", command, repeats=True)
+
+
+def sweep_chunks(server: Server, manifest: Manifest) -> int:
+    """Remove the chunks behind the last row of a manifest, and say how many there were.
+
+    Args:
+        server: where.
+        manifest: of a write that was not published: it has 0 rows, and all its chunks go.
+    """
+
+    def command(client: Any) -> int:
+        return _sweep(client, manifest)
+
+    return server.call(f"removing what an interrupted write of {manifest.name!r} left", command, repeats=True)
+
+
+def _sweep(client: Any, manifest: Manifest) -> int:
+    removed = 0
+    for group, layout in enumerate(manifest.layouts):
+        first = layout.num_chunks(manifest.rows)
+        # Chunks are written in order, so the first run of missing ones is behind the last.
+        while layout.stride_bytes and (
+            found := client.unlink(
+                *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
+            )
+        ):
+            removed += found
+            first += _CHUNKS_PER_SWEEP
+        if not manifest.rows:
+            client.unlink(manifest.checksums_key(group))
+    return removed
 
 
 def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
@@ -217,6 +311,7 @@ def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
     for group, layout in enumerate(manifest.layouts):
         for chunk in range(layout.num_chunks(manifest.rows)):
             yield manifest.chunk_key(group, chunk)
+    yield from manifest.checksums_keys
 
 
 def _unlink(client: redis.Redis, keys: Iterable[bytes]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tensordict import TensorDict
 from torch.utils.data import Dataset
@@ -22,6 +22,7 @@ from td_datapipes.rows import resolve_index
 from td_datapipes.schema import Field, Key, Schema
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.wire.reader import ReadStats
+from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
@@ -52,6 +53,12 @@ class RedisTDDataset(Dataset[TensorDict]):
             others receive its batches. All of them have to read the same batches in the same order.
         prefetch_bytes: limit of what a background thread may have requested and not yet handed over. It reads what
             the samplers of `td_datapipes.samplers` announce; other samplers announce nothing. 0 reads nothing ahead.
+        read_from: ``replica`` reads from a replica of each master of a cluster (or of the sentinels' master) where
+            there is one. Rows of a frozen generation are the same there; what a replica lacks or cannot serve is read
+            from its master. What is written in place may be older there.
+        verify: compare every chunk that is read whole (adjacent rows, all fields) with its checksum. Reads of single
+            rows see no whole chunk; `verify_dataset` looks at all of them.
+        retry: how often and how long what failed is tried again; by default as the URL's ``retry_...`` options say.
 
     Raises:
         URLError, ConfigurationError: arguments that cannot work.
@@ -71,14 +78,24 @@ class RedisTDDataset(Dataset[TensorDict]):
         placement: Placement | None = None,
         read_once_per: str | int | None = None,
         prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
+        read_from: Literal["master", "replica"] = "master",
+        verify: bool = False,
+        retry: RetryPolicy | None = None,
     ) -> None:
         if prefetch_bytes < 0:
             raise ConfigurationError(f"prefetch_bytes must be 0 or more, got {prefetch_bytes}")
-        options = ReadOptions(strategy=strategy, strided=strided, pin_memory=pin_memory, atomic=atomic)
-        server = connect(url)
+        options = ReadOptions(
+            strategy=strategy, strided=strided, pin_memory=pin_memory, atomic=atomic, read_from=read_from, verify=verify
+        )
+        server = connect(url, retry=retry)
         try:
             manifest = load_manifest(server, server.url.name)
             chosen = manifest.schema.select(fields)
+            if atomic and server.cluster() is not None and len(manifest.tags) > 1:
+                raise ConfigurationError(
+                    f"atomic=True reads a batch in one Lua call, which a cluster runs within one shard only; "
+                    f"{manifest.name!r} has {len(manifest.tags)}. Write it with shards=1 for that"
+                )
             self._open(server, manifest, chosen, options, CostModel(), placement)
             self._once_per = read_once_per
             self._once = self._replica_reader()

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "AppendConflictError",
     "AuthenticationError",
+    "ChecksumError",
     "ConfigurationError",
     "DataLossError",
     "DatasetChangedError",
@@ -24,6 +25,7 @@ __all__ = [
     "SchemaError",
     "ServerError",
     "ServerFullError",
+    "ServerNotReadyError",
     "ServerTimeoutError",
     "ServerUnavailableError",
     "SourceError",
@@ -48,6 +50,11 @@ class URLError(ConfigurationError):
 
 class ServerUnavailableError(TDDatapipesError, ConnectionError):
     """Nobody answers at the address, or the connection broke and could not be made again."""
+
+
+class ServerNotReadyError(ServerUnavailableError):
+    """The server is there but could not serve this before the deadline: it loads its data, runs a long script, moves a
+    slot, or waits for a replica to take over."""
 
 
 class ServerTimeoutError(TDDatapipesError, TimeoutError):
@@ -104,6 +111,10 @@ class DatasetChangedError(TDDatapipesError, RuntimeError):
 
 class DataLossError(TDDatapipesError, RuntimeError):
     """Bytes of a published data set are missing or short on the server: evicted, deleted or overwritten."""
+
+
+class ChecksumError(DataLossError):
+    """A chunk is there in full length, but its bytes are not those that were written."""
 
 
 class FieldNotFoundError(TDDatapipesError, LookupError):

@@ -10,6 +10,7 @@ key space or move a hash tag)::
     td:{N}:appender            who is appending; expires when that writer falls silent
     td:{N}:appends             how many have begun to append: each one's number
     td:{<id>.<shard>}:<group>:<chunk>   chunk <chunk> (8 hex digits) of group <group>; one hash tag a shard
+    td:{<id>.<shard>}:checksums:crc32:<group>   of the group's chunks, 4 bytes each; with the first shard
     td:{<id>.<shard>}:fence    the number of the latest appender; chunks of the shard refuse those of earlier ones
 
 A chunk holds whole records and `SPARE_BYTES` more. Where one record is longer than a chunk may be, it is cut into
@@ -146,9 +147,11 @@ class Manifest:
         rows: rows of this generation.
         schema: fields, groups, nodes.
         layouts: how each group is cut into chunks.
-        tags: hash tag of each shard; chunk ``c`` lies in shard ``c % len(tags)``.
+        tags: hash tag of each shard. Chunk ``c`` lies in shard ``c // pieces % len(tags)``: a row is in one shard.
         created: when it was published, ISO 8601 in UTC.
         complete: nothing will be appended any more.
+        last_checksums: CRC-32 of each group's last chunk, whose bytes appending extends; those of the others lie under
+            `checksums_key`. None where it was written without checksums.
     """
 
     name: str
@@ -161,6 +164,7 @@ class Manifest:
     tags: tuple[str, ...]
     created: str
     complete: bool = False
+    last_checksums: tuple[int, ...] | None = None
 
     @cached_property
     def _key_heads(self) -> tuple[tuple[bytes, ...], ...]:
@@ -170,20 +174,39 @@ class Manifest:
 
     def chunk_key(self, group: int, chunk: int) -> bytes:
         """The server's key of one chunk."""
-        return b"%s%08x" % (self._key_heads[group][chunk % len(self.tags)], chunk)
+        return b"%s%08x" % (self._key_heads[group][self._shard(group, chunk)], chunk)
+
+    def _shard(self, group: int, chunk: int) -> int:
+        return chunk // self.layouts[group].pieces % len(self.tags)
+
+    def tag_of(self, group: int, chunk: int) -> str:
+        """The hash tag of the shard that a chunk lies in."""
+        return self.tags[self._shard(group, chunk)]
+
+    def checksums_key(self, group: int) -> bytes:
+        """Where the checksums of a group's chunks lie: four bytes each, little-endian."""
+        return b"td:{%s}:checksums:crc32:%d" % (self.tags[0].encode(), group)
+
+    @property
+    def checksums_keys(self) -> list[bytes]:
+        """Those of all groups; none where there are no checksums."""
+        return [] if self.last_checksums is None else [self.checksums_key(g) for g in range(len(self.layouts))]
 
     @property
     def fence_keys(self) -> list[bytes]:
         """For each shard, the key that says which appender may write to its chunks."""
         return [b"td:{%s}:fence" % tag.encode() for tag in self.tags]
 
-    def fence_key(self, chunk: int) -> bytes:
+    def fence_key(self, group: int, chunk: int) -> bytes:
         """The fence of the shard that a chunk lies in."""
-        return self.fence_keys[chunk % len(self.tags)]
+        return self.fence_keys[self._shard(group, chunk)]
 
-    def with_rows(self, rows: int, *, complete: bool = False) -> Manifest:
+    def with_rows(
+        self, rows: int, *, complete: bool = False, last_checksums: tuple[int, ...] | None = None
+    ) -> Manifest:
         """The next generation, with more rows."""
-        return replace(self, rows=rows, generation=self.generation + 1, complete=complete)
+        generation = self.generation + 1
+        return replace(self, rows=rows, generation=generation, complete=complete, last_checksums=last_checksums)
 
     @property
     def nbytes(self) -> int:
@@ -225,6 +248,8 @@ class Manifest:
             "nodes": [node.to_json() for node in self.schema.nodes],
             "groups": groups,
         }
+        if self.last_checksums is not None:
+            data["checksums"] = {"algorithm": "crc32", "last": list(self.last_checksums)}
         return json.dumps(data, indent=1, ensure_ascii=False)
 
     @classmethod
@@ -277,4 +302,5 @@ class Manifest:
             tags=tuple(data["tags"]),
             created=str(data["created"]),
             complete=bool(data.get("complete", False)),
+            last_checksums=tuple(map(int, data["checksums"]["last"])) if "checksums" in data else None,
         )

@@ -287,7 +287,9 @@ class _ReadAhead:
                 self._plans.close()
                 with self._changed:
                     if self._round == seen:
-                        self._timed_out = error if isinstance(error, ServerTimeoutError) else None
+                        # Where there is time left for another try, the ordinary read has it.
+                        final = self._reader.server.deadline_seconds <= self._reader.server.timeout_seconds
+                        self._timed_out = error if final and isinstance(error, ServerTimeoutError) else None
                         self._forget()
         self._plans.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
@@ -114,7 +114,9 @@ class PeriodicSlab:
 
     def part(self, begin: int, stop: int) -> PeriodicSlab:
         """Rows ``[begin, stop)`` of a slab that goes one to one; its stream starts `begin` steps later."""
-        first = cast(slice, self.positions).start
+        if not isinstance(self.positions, slice):
+            return replace(self, rows=self.rows[begin:stop], positions=self.positions[begin:stop])
+        first = self.positions.start
         return replace(self, rows=self.rows[begin:stop], positions=slice(first + begin, first + stop))
 
 

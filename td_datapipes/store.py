@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -19,9 +20,12 @@ from td_datapipes.errors import (
     ConfigurationError,
     DataLossError,
     DatasetChangedError,
+    ServerNotReadyError,
+    ServerTimeoutError,
     ServerUnavailableError,
     TDDatapipesError,
 )
+from td_datapipes.integrity import load_checksums
 from td_datapipes.layouts import FieldPart, RecordsLayout, build_read_spec, nodes_of_parts
 from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
@@ -29,9 +33,11 @@ from td_datapipes.plan import STRATEGIES, ReadPlan, Strategy, plan_read
 from td_datapipes.read_spec import ReadSpec, Rows
 from td_datapipes.schema import Field, format_key, new_tensordict
 from td_datapipes.slabs import Slab
+from td_datapipes.verified import ChunkChecks, VerifyingSink
+from td_datapipes.wire.cluster_reader import ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault, error_from_text
-from td_datapipes.wire.reader import PlanReader, ReadStats
-from td_datapipes.wire.requests import RequestBuilder
+from td_datapipes.wire.reader import ReadStats
+from td_datapipes.wire.retry import Tries
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 
@@ -41,7 +47,8 @@ SLAB_BYTES = 1 << 20
 """Received before it is copied out: small enough to still be in the processor's cache then."""
 MAX_LUA_ROW_BYTES = 256
 MIN_LUA_ROWS = 32
-_ATTEMPTS = 2
+_MASTER, _REPLICA = "master", "replica"
+_LOG = logging.getLogger("td_datapipes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +60,16 @@ class ReadOptions:
         strided: give views of the receive buffer in place of contiguous tensors.
         pin_memory: give page-locked tensors.
         atomic: read every batch in one Lua call: one consistent snapshot.
+        verify: compare chunks that are read whole with their checksums.
+        read_from: ``master``, or ``replica`` for a replica of each master where there is one.
     """
 
     strategy: Strategy = "auto"
     strided: bool = False
     pin_memory: bool = False
     atomic: bool = False
+    read_from: str = _MASTER
+    verify: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -67,6 +78,9 @@ class ReadOptions:
             raise ConfigurationError(
                 f"atomic=True reads by one Lua call; it cannot be combined with strategy={self.strategy!r}"
             )
+
+        if self.read_from not in (_MASTER, _REPLICA):
+            raise ConfigurationError(f"read_from must be 'master' or 'replica', got {self.read_from!r}")
 
     @property
     def plan_strategy(self) -> Strategy:
@@ -113,6 +127,8 @@ class RowReader:
         self._nodes = tuple(nodes if parts is None else nodes_of_parts(nodes, parts))
         self._stats = ReadStats()
         self._pool = MemoryPool()
+        self._checks: ChunkChecks | None = None
+        self._no_script: ServerNotReadyError | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -137,7 +153,7 @@ class RowReader:
             self._reset()
         with self._lock:
             plan = self.plan(rows)
-            batch = self._read(plan, time.monotonic() + self.server.timeout_seconds)
+            batch = self._read(plan)
             self._stats.rows += len(rows)
             self._stats.batches += 1
         return batch
@@ -169,7 +185,22 @@ class RowReader:
     def new_batch(self, plan: ReadPlan) -> tuple[BatchSink, TensorDict]:
         """A batch whose values are still to come, and where they go."""
         sink = make_sink(plan, self.spec, self._pool, strided=self.options.strided, pin_memory=self.options.pin_memory)
+        if self.options.verify and plan.slabs:
+            sink = VerifyingSink(sink, self._known_checks())
         return sink, new_tensordict(sink.tensors, self._nodes, plan.num_rows)
+
+    def _known_checks(self) -> ChunkChecks:
+        """The checksums of the generation; they are read once."""
+        checks = self._checks
+        if checks is None or checks.manifest is not self.manifest:
+            sums = load_checksums(self.server, self.manifest)
+            if sums is None:
+                raise ConfigurationError(
+                    f"verify=True needs checksums, and data set {self.manifest.name!r} has none: it was written by an "
+                    f"older release, or is written in place"
+                )
+            checks = self._checks = ChunkChecks(manifest=self.manifest, spec=self.spec, sums=sums)
+        return checks
 
     def slice_batch(self, sink: BatchSink, start: int, stop: int) -> TensorDict:
         """Rows ``[start, stop)`` of what a sink holds, as a batch of views."""
@@ -181,36 +212,83 @@ class RowReader:
         self.manifest = manifest
         self._layout = RecordsLayout(manifest=manifest)
 
-    def new_plan_reader(self, stats: ReadStats) -> PlanReader:
-        """A reader with a connection of its own, dialled when it is first needed."""
-        return PlanReader(self.server.dial, RequestBuilder(self._layout.chunk_key), stats)
+    def new_plan_reader(self, stats: ReadStats) -> ClusterPlanReader:
+        """A reader with connections of its own, dialled when they are first needed."""
+        replica = self.options.read_from == _REPLICA
+        return ClusterPlanReader(self.server, self._layout.chunk_key, stats, from_replicas=replica)
 
     @property
     def name(self) -> str:
         """The data set's name."""
         return self.manifest.name
 
-    def _read(self, plan: ReadPlan, deadline: float) -> TensorDict:
-        """Read a plan, once more if the connection breaks or the server has forgotten the script."""
-        for attempt in range(_ATTEMPTS):
+    def _read(self, plan: ReadPlan) -> TensorDict:
+        """Read a plan; again where the retry policy says so, for as long as it says."""
+        server, plans = self.server, self._plans
+        deadline = time.monotonic() + server.deadline_seconds
+        tries: Tries | None = None
+        while True:
             began = time.perf_counter()
             try:
-                job = self._plans.start(plan)
-                # While the server works on it, the batch is put together around bytes that are still to come.
-                job.sink, batch = self.new_batch(plan)
-                self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
-            except ServerUnavailableError:
-                if attempt + 1 == _ATTEMPTS:
-                    raise
-                continue
+                batch = self._try(plan, min(deadline, time.monotonic() + server.timeout_seconds))
+                break
+            except (ServerUnavailableError, ServerTimeoutError) as error:
+                failed: TDDatapipesError = error
             except RangeFault as fault:
-                if not fault.text.startswith("NOSCRIPT") or attempt + 1 == _ATTEMPTS:
-                    raise self._explain(plan, fault) from None
-                self.server.call("loading a script", _load_scripts)
-                continue
-            self._learn(plan, time.perf_counter() - began)
-            return batch
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                failed = self._named(plan, fault)
+            if tries is None:  # made when it is needed: most reads succeed at once
+                tries = server.retry.begin(deadline, others_take_over=server.others_take_over)
+            self._again(tries, failed)
+            plans.from_replicas = False
+        plans.from_replicas = self.options.read_from == _REPLICA
+        self._learn(plan, time.perf_counter() - began)
+        return batch
+
+    def _try(self, plan: ReadPlan, deadline: float) -> TensorDict:
+        job = self._plans.start(plan)
+        # While the server works on it, the batch is put together around bytes that are still to come.
+        job.sink, batch = self.new_batch(plan)
+        self._plans.finish(job, deadline, f"reading {plan.num_rows} rows of {self.manifest.name!r}")
+        return batch
+
+    def _named(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
+        """What a fault is called if reading again does not help.
+
+        Raises:
+            TDDatapipesError: where it cannot help.
+        """
+        if fault.text.startswith("NOSCRIPT"):
+            self.server.call("loading a script", self._load_scripts, repeats=True)
+            self._no_script = ServerNotReadyError(f"{self.server.address} forgets scripts as fast as they are loaded")
+            return self._no_script
+        lagging = not fault.text and self._plans.from_replicas
+        if not (fault.passes or lagging):
+            raise self._explain(plan, fault) from None
+        if lagging:
+            return self._explain(plan, fault)
+        return error_from_text(fault.text, self.server.address, f"reading {self.manifest.name!r}")
+
+    def _again(self, tries: Tries, failed: TDDatapipesError) -> None:
+        """Return when the next try may begin, or raise."""
+        if failed is self._no_script:
+            if time.monotonic() >= tries.deadline:
+                raise failed
+            return
+        redirected = isinstance(failed, ServerNotReadyError)
+        if "READONLY" in str(failed) and not self.server.others_take_over:
+            raise failed
+        tries.failed(failed, passes=redirected, at_once=redirected)
+        _LOG.info("reading again: %s", failed)
+
+    def _load_scripts(self, client: redis.Redis) -> None:
+        cluster = self.server.cluster()
+        clients = [client] if cluster is None else [one for _, one in cluster.everyone()]
+        for one in clients:
+            try:
+                one.script_load(load_script("read_ranges").source)
+            except (redis.ConnectionError, redis.TimeoutError):
+                if cluster is None:
+                    raise
 
     def _learn(self, plan: ReadPlan, seconds: float) -> None:
         if not plan.slabs:
@@ -222,7 +300,7 @@ class RowReader:
 
     def _explain(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
         """The error for a range that did not come back as asked."""
-        slab = plan.slabs[fault.slab]
+        slab = fault.part or plan.slabs[fault.slab]
         what = self._describe(slab, fault.index)
         if fault.text and not fault.text.startswith("WRONGTYPE"):
             return error_from_text(fault.text, self.server.address, f"reading {what}")
@@ -282,10 +360,6 @@ class RowReader:
         self.server.close()
 
 
-def _load_scripts(client: redis.Redis) -> None:
-    client.script_load(load_script("read_ranges").source)
-
-
 def _eviction_facts(client: redis.Redis) -> tuple[str, int]:
-    memory, stats = client.info("memory"), client.info("stats")
+    memory, stats = client.info("memory"), client.info("stats")  # of any node, on a cluster
     return str(memory.get("maxmemory_policy", "unknown")), int(stats.get("evicted_keys", 0))

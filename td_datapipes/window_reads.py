@@ -12,7 +12,8 @@ from td_datapipes.assemble import BatchSink
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import Rows
 from td_datapipes.store import RowReader
-from td_datapipes.wire.reader import PlanReader, ReadJob
+from td_datapipes.wire.cluster_reader import ClusterJob, ClusterPlanReader
+from td_datapipes.wire.reader import ReadJob
 
 __all__ = ["BatchRead", "ReadGroup", "group_reads"]
 
@@ -54,7 +55,7 @@ class ReadGroup:
 
     batches: list[BatchRead]
     plan: ReadPlan
-    job: ReadJob | None = field(default=None, init=False)
+    job: ReadJob | ClusterJob | None = field(default=None, init=False)
     _sink: BatchSink | None = field(default=None, init=False)
     _whole: TensorDict | None = field(default=None, init=False)
 
@@ -63,7 +64,7 @@ class ReadGroup:
         """What its batches count for."""
         return sum(batch.nbytes for batch in self.batches)
 
-    def start(self, plans: PlanReader, reader: RowReader) -> None:
+    def start(self, plans: ClusterPlanReader, reader: RowReader) -> None:
         """Send the requests, as far as the limit on bytes in flight lets it."""
         self.job = plans.start(self.plan)
         self._sink, self._whole = reader.new_batch(self.plan)

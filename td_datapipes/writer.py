@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from typing import Any, Protocol
@@ -15,11 +18,22 @@ import redis
 from tensordict import TensorDictBase, is_tensor_collection
 
 from td_datapipes.blocks import RowBlock, RowSource, TensorDictBlock
-from td_datapipes.catalog import chunk_keys, collect, connect, find_manifest, publish, stage, unstage
+from td_datapipes.catalog import (
+    chunk_keys,
+    collect,
+    confirm_chunks,
+    confirm_published,
+    connect,
+    find_manifest,
+    publish,
+    stage,
+    unstage,
+)
 from td_datapipes.errors import (
     AuthenticationError,
     ConfigurationError,
     DatasetExistsError,
+    InterruptedWriteError,
     SchemaError,
     ServerError,
     ServerFullError,
@@ -27,18 +41,23 @@ from td_datapipes.errors import (
     TDDatapipesError,
     ValueTooLargeError,
 )
+from td_datapipes.garbage import staged_writes, writer_note
+from td_datapipes.integrity import store_checksums
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import Schema
 from td_datapipes.server import wait_persisted
-from td_datapipes.staged import StagedWrite, claim, count_rows, find_staged, going_on, new_note
+from td_datapipes.staged import arrived_checksums, claim, count_rows, going_on, is_abandoned
+from td_datapipes.wire.chunk_writer import ChunkWriter
+from td_datapipes.wire.cluster import choose_tags
+from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
-from td_datapipes.wire.writer import BulkWriter
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
     "IN_FLIGHT",
+    "SHARDS_PER_MASTER",
     "GroupChunks",
     "PutChunk",
     "check_room",
@@ -59,6 +78,10 @@ IN_FLIGHT = 2
 """Chunks sent and not yet confirmed."""
 _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, ConnectionError, ServerError, ServerTimeoutError, AuthenticationError)
 """What ends a write and says nothing against its rows."""
+HEARTBEAT_SECONDS = 10.0
+"""How often a writer says that it goes on."""
+SHARDS_PER_MASTER = 4
+"""Of a cluster: a shard cannot be divided when slots are shared out anew, and each is one Lua call."""
 
 
 def write_dataset(
@@ -67,7 +90,9 @@ def write_dataset(
     *,
     overwrite: bool = False,
     chunk_bytes: int | None = None,
+    shards: int | None = None,
     progress: bool | None = None,
+    retry: RetryPolicy | None = None,
 ) -> Manifest:
     """Write rows to a server and publish them as one data set, all or nothing.
 
@@ -78,7 +103,10 @@ def write_dataset(
         overwrite: publish in place of what the name stands for now; those who have that open can read on for an hour.
         chunk_bytes: longest stretch of records in one server string, a multiple of 16; 4 MiB, or less where the
             server takes less.
+        shards: into how many shards, each of one slot of a cluster, the chunks are dealt. By default 1 on one server
+            and 4 for each master of a cluster, which cover the masters evenly. ``atomic=True`` needs 1 on a cluster.
         progress: show a progress bar; by default on a terminal only.
+        retry: how what failed is tried again; by default as the URL's ``retry_...`` options say.
 
     Returns:
         What was published.
@@ -89,12 +117,14 @@ def write_dataset(
         ServerFullError, ValueTooLargeError, ServerUnavailableError, AuthenticationError: what the server said.
             Nothing is published then, and what was staged is removed where the server can still be reached.
     """
-    server = connect(url)
+    if shards is not None and shards < 1:
+        raise ConfigurationError(f"shards must be 1 or more, got {shards}")
+    server = connect(url, retry=retry)
     try:
         found = find_free(server, overwrite=overwrite)
         _chunk_bytes(server, chunk_bytes)  # refuse what cannot work before the first batch is made
         source = _Batches(data)
-        return write_source(server, source, found, chunk_bytes=chunk_bytes, progress=progress)
+        return write_source(server, source, found, chunk_bytes=chunk_bytes, shards=shards, progress=progress)
     finally:
         server.close()
 
@@ -122,6 +152,7 @@ def write_source(
     *,
     chunk_bytes: int | None,
     progress: bool | None,
+    shards: int | None = None,
     resume: bool = True,
 ) -> Manifest:
     """Stage the rows of a source and publish them as one data set, all or nothing.
@@ -133,13 +164,14 @@ def write_source(
         found: what is published under the name (see `find_free`); it is replaced.
         chunk_bytes: as `write_dataset` takes it.
         progress: show a progress bar; by default on a terminal only.
+        shards: as `write_dataset` takes it.
         resume: False begins anew in any case.
     """
     name = server.url.name
     largest = _chunk_bytes(server, chunk_bytes)
     if source.num_rows is not None:
         check_room(server, source.schema, source.num_rows)
-    staging = _Staging(server, name, source, largest, resume=resume)
+    staging = _Staging(server, name, source, largest, shards, resume=resume)
     try:
         with going_on(staging.id), progress_bar(f"writing {name}", source.num_rows, progress) as advance:
             advance(staging.first_row)
@@ -148,17 +180,19 @@ def write_source(
                 advance(block.rows)
         manifest = staging.finish(found)
         persist(server)
+        confirm_chunks(server, manifest)
     except BaseException as error:
         staging.end(error)
         raise
     try:
         publish(server, manifest, found, manifest.id)
-    except (DatasetExistsError, ServerError, AuthenticationError):
+    except (DatasetExistsError, InterruptedWriteError, ServerError, AuthenticationError):
         staging.undo()
         raise
     # After any other failure (a time-out, Ctrl-C) it may have been published, or may yet be: its chunks stay, and
     # unless it was, the staged entry tells of them.
     persist(server)
+    confirm_published(server, manifest, lambda: publish(server, manifest, found, manifest.id))
     if found is not None:
         collect(server, name)
     return manifest
@@ -216,7 +250,7 @@ def _chunk_bytes(server: Server, wanted: int | None) -> int:
             return _SERVER_STRING_BYTES
         return int(next(iter(answer.values()), _SERVER_STRING_BYTES))
 
-    limit = server.call("asking for proto-max-bulk-len", command) - SPARE_BYTES
+    limit = server.call("asking for proto-max-bulk-len", command, repeats=True) - SPARE_BYTES
     if wanted is not None and wanted > limit:
         raise ValueTooLargeError(
             f"chunk_bytes={wanted} is more than {server.address} takes in one string: proto-max-bulk-len leaves "
@@ -225,18 +259,31 @@ def _chunk_bytes(server: Server, wanted: int | None) -> int:
     return min(wanted or DEFAULT_CHUNK_BYTES, limit // 16 * 16)
 
 
+def _choose_tags(server: Server, prefix: str, shards: int | None) -> tuple[str, ...]:
+    """A hash tag for each shard."""
+    cluster = server.cluster()
+    if cluster is None:
+        return tuple(f"{prefix}.{shard}" for shard in range(shards or 1))
+    slots = cluster.refresh()
+    return choose_tags(slots, prefix, shards or SHARDS_PER_MASTER * len(slots.nodes))
+
+
 def check_room(server: Server, schema: Schema, rows: int) -> None:
     """Refuse early what cannot fit; what is close to the limit is left to the server."""
     needed = sum(group.stride_bytes for group in schema.groups) * rows
 
     def command(client: redis.Redis) -> tuple[int, int]:
+        cluster = server.cluster()
+        clients = [client] if cluster is None else [one for _, one in cluster.masters()]
         try:
-            memory = client.info("memory")
+            memories = [one.info("memory") for one in clients]
         except redis.ResponseError:  # not every user may ask
             return 0, 0
-        return int(memory.get("maxmemory", 0)), int(memory.get("used_memory", 0))
+        limits = [int(memory.get("maxmemory", 0)) for memory in memories]
+        # A node without a limit takes what the others do not: left to the servers.
+        return (sum(limits) if all(limits) else 0), sum(int(memory.get("used_memory", 0)) for memory in memories)
 
-    limit, used = server.call("asking for its memory", command)
+    limit, used = server.call("asking for its memory", command, repeats=True)
     if limit and needed > limit - used:
         raise ServerFullError(
             f"{server.address} has maxmemory={limit} bytes of which {used} are used; this data set needs {needed} "
@@ -262,49 +309,56 @@ class _Staging:
         first_row: the first one that is still to be written; above 0 where an interrupted write is taken up.
     """
 
-    def __init__(self, server: Server, name: str, source: RowSource, chunk_bytes: int, *, resume: bool) -> None:
+    def __init__(
+        self, server: Server, name: str, source: RowSource, chunk_bytes: int, shards: int | None, *, resume: bool
+    ) -> None:
         self._server, self._name, self._schema = server, name, source.schema
-        # Unguessable and new, so that no two writers and no two generations share a chunk's key.
-        self.id = secrets.token_hex(5)
+        self._fingerprint = source.fingerprint
         self._layouts = tuple(
             ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK)
             for group in source.schema.groups
         )
-        self._resumable = source.fingerprint is not None
-        self.first_row = self._rows = self._take_up(source) if resume else 0
-        self._writer = BulkWriter(server.dial(), server.address, server.timeout_seconds, IN_FLIGHT)
-        try:
-            if not self.first_row:
-                stage(server, name, self.id, new_note(self._tags, source.fingerprint, self._manifest(0, 1)))
-        except BaseException:
-            self._writer.close()
-            raise
+        self._started, self._said = time.time(), time.monotonic()
+        self.first_row = self._rows = 0
+        earlier = self._take_up(source) if resume else None
+        if earlier is None:
+            # Unguessable and new, so that no two writers and no two generations share a chunk's key.
+            self.id = secrets.token_hex(5)
+            self._tags = _choose_tags(server, self.id, shards)
+        self._writer = ChunkWriter(server, IN_FLIGHT)
         start = self._manifest(0, 1)
         self._groups = [
             GroupChunks(start, number, self._put, self.first_row) for number in range(len(self._schema.groups))
         ]
+        for group, sums in zip(self._groups, earlier or (), strict=False):
+            group.first_chunk, group.checksums = 0, sums
+        try:
+            self._say()
+        except BaseException:
+            self._writer.close()
+            raise
 
-    def _take_up(self, source: RowSource) -> int:
-        """Go on with an interrupted write of the same rows, if there is one; how many rows it has staged."""
+    def _take_up(self, source: RowSource) -> list[list[int]] | None:
+        """Go on with an interrupted write of the same rows, if there is one.
+
+        Returns:
+            The checksums of the chunks that it has staged, by group; None where there is none.
+        """
         if source.fingerprint is None:
-            return 0
-        for write in find_staged(self._server, self._name):
-            if write.fingerprint == source.fingerprint and write.is_abandoned and self._fits(write):
-                limit = (1 << 62) if source.num_rows is None else source.num_rows
-                rows = count_rows(self._server, write.manifest, limit)
-                note = new_note(write.manifest.tags, source.fingerprint, write.manifest)
-                if rows and claim(self._server, write, note):
-                    self.id = write.id
-                    return rows
-        return 0
-
-    def _fits(self, write: StagedWrite) -> bool:
-        """Whether it lays rows out as this write would."""
-        return write.manifest.layouts == self._layouts and write.manifest.schema == self._schema
-
-    @property
-    def _tags(self) -> tuple[str, ...]:
-        return (f"{self.id}.0",)
+            return None
+        for write in staged_writes(self._server, self._name):
+            begun = write.manifest
+            if begun is None or write.fingerprint != source.fingerprint or not is_abandoned(write):
+                continue
+            if (begun.layouts, begun.schema) != (self._layouts, self._schema):
+                continue  # it lays rows out otherwise
+            limit = (1 << 62) if source.num_rows is None else source.num_rows
+            rows = count_rows(self._server, begun, limit)
+            if rows and claim(self._server, self._name, write):
+                self.id, self._tags, self._started = write.id, begun.tags, write.started
+                self.first_row = self._rows = rows
+                return arrived_checksums(self._server, begun, rows)
+        return None
 
     def add(self, block: RowBlock) -> None:
         """Stage some rows."""
@@ -322,16 +376,32 @@ class _Staging:
             group.flush()
         self._writer.flush()
         self._writer.close()
-        return self._manifest(self._rows, 1 if found is None else found.generation + 1)
+        manifest = self._manifest(self._rows, 1 if found is None else found.generation + 1)
+        for number, group in enumerate(self._groups):
+            store_checksums(self._server, manifest, number, 0, group.checksums)
+        return replace(manifest, last_checksums=tuple(group.last_checksum for group in self._groups))
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
         del start_bytes  # every chunk is new
+        if time.monotonic() - self._said > HEARTBEAT_SECONDS:
+            self._say()
         self._writer.set(self._manifest(0, 1).chunk_key(group, chunk), parts)
+
+    def _say(self) -> None:
+        """Say that this write goes on: what is not heard of for long is collected."""
+        note = writer_note(self._manifest(0, 1), self._started, self._fingerprint)
+        stage(self._server, self._name, self.id, note)
+        if self._fingerprint is not None:
+            for number, group in enumerate(self._groups):
+                store_checksums(self._server, self._manifest(0, 1), number, group.first_chunk, group.checksums)
+        self._said = time.monotonic()
 
     def end(self, error: BaseException) -> None:
         """Keep what was staged where the rows are right and can be had again; else remove it."""
-        if self._resumable and isinstance(error, _INTERRUPTIONS):
+        if self._fingerprint is not None and isinstance(error, _INTERRUPTIONS):
             self._writer.settle()
+            with suppress(TDDatapipesError):
+                self._say()
         else:
             self.undo()
 
@@ -340,7 +410,8 @@ class _Staging:
         # A chunk that is on its way when its key is removed would be there again afterwards.
         settled = self._writer.settle()
         with suppress(TDDatapipesError):
-            chunks = chunk_keys(self._manifest(self._rows_begun, 1))
+            begun = replace(self._manifest(self._rows_begun, 1), last_checksums=())
+            chunks = chunk_keys(begun)
             unstage(self._server, self._name, self.id, chunks, forget=settled)
 
     @property
@@ -375,9 +446,17 @@ class GroupChunks:
         number: the group's.
         put: sends a chunk.
         first_row: the row that comes next; the chunk it falls in may have earlier ones.
+        begun_checksum: of those.
+
+    Attributes:
+        rows: the row that comes next.
+        first_chunk: the first chunk it sends.
+        checksums: of the chunks sent, in order.
     """
 
-    def __init__(self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0) -> None:
+    def __init__(
+        self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0, begun_checksum: int = 0
+    ) -> None:
         self._number, self._put = number, put
         self._group = manifest.schema.groups[number]
         self._layout = manifest.layouts[number]
@@ -390,6 +469,14 @@ class GroupChunks:
         # Records of the chunk being filled: those it had before, and those collected since.
         self._present = first_row % self._layout.records_per_chunk
         self._filled = 0
+        self.first_chunk = first_row // self._layout.records_per_chunk * self._layout.pieces
+        self.checksums: list[int] = []
+        self._begun_checksum = begun_checksum
+
+    @property
+    def last_checksum(self) -> int:
+        """Of the last chunk there is; 0 where there is none."""
+        return self.checksums[-1] if self.checksums else self._begun_checksum
 
     def add(self, block: RowBlock) -> None:
         """Pack some rows."""
@@ -417,6 +504,7 @@ class GroupChunks:
         step = self._layout.piece_bytes if self._layout.pieces > 1 else len(records)
         for piece in range(self._layout.pieces):
             part = records[piece * step : (piece + 1) * step]
+            self.checksums.append(zlib.crc32(part, self._begun_checksum if self._present else 0))
             self._put(self._number, first + piece, self._present * self._group.stride_bytes, [part, _SPARE])
         self._turn = (self._turn + 1) % len(self._buffers)
         self._present = (self._present + self._filled) % self._layout.records_per_chunk

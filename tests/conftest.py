@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from servers import ClusterProcess, ServerProcess, make_certificates, start_cluster
+from servers import ClusterProcess, Kind, ServerProcess, make_certificates, start_cluster
 
 # The machines that run the tests have few cores, and several processes of one test share them.
 torch.set_num_threads(1)
@@ -58,6 +58,34 @@ def cluster(shared_cluster: ClusterProcess) -> ClusterProcess:
     shared_cluster.wait_ok()
     shared_cluster.flush()
     return shared_cluster
+
+
+def _replicated(kind: Kind) -> Iterator[ClusterProcess]:
+    with start_cluster(masters=3, replicas=1, kind=kind, config={"cluster-node-timeout": "2000"}) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster() -> Iterator[ClusterProcess]:
+    """Three masters of the wheel's Valkey with a replica each. Shared: use `replicated` to get it emptied."""
+    yield from _replicated("valkey")
+
+
+@pytest.fixture(scope="session")
+def redis_cluster() -> Iterator[ClusterProcess]:
+    """Three masters of Debian's Redis with a replica each. Shared: use `replicated` to get it emptied."""
+    yield from _replicated("redis")
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def replicated(request: pytest.FixtureRequest) -> ClusterProcess:
+    """A cluster of each kind in turn, running and empty; no test may leave another node a master."""
+    nodes: ClusterProcess = request.getfixturevalue(f"{request.param}_cluster")
+    for node in nodes.nodes:
+        _ready(node)
+    nodes.wait_ok()
+    nodes.flush()
+    return nodes
 
 
 @pytest.fixture

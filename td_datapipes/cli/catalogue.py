@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from td_datapipes.catalog import SUPERSEDED_SECONDS, collect, connect, drop, list_names, load_manifest
+from td_datapipes.catalog import SUPERSEDED_SECONDS, connect, drop, list_names, load_manifest
 from td_datapipes.cli.options import AsJson, AskPassword, DatasetURL, ServerOnlyURL, add_command
 from td_datapipes.cli.output import (
     duration_seconds,
@@ -23,9 +25,11 @@ from td_datapipes.cli.output import (
 )
 from td_datapipes.datasets import RedisTDDataset
 from td_datapipes.errors import ConfigurationError
+from td_datapipes.garbage import StagedWrite, collect_garbage, staged_writes
+from td_datapipes.integrity import ShardShare, Verification, shard_shares, verify_dataset
 from td_datapipes.manifest import Manifest
 from td_datapipes.schema import Field, dtype_name
-from td_datapipes.staged import StagedWrite, find_staged, superseded_generations, sweep_staged
+from td_datapipes.staged import is_abandoned, names_in_use, superseded_generations
 from td_datapipes.wire.server import Server
 
 __all__ = ["register"]
@@ -38,6 +42,7 @@ def register(app: typer.Typer) -> None:
     add_command(app, ls, "td-datapipes ls redis://localhost:6379/0")
     add_command(app, inspect, "td-datapipes inspect redis://localhost:6379/0#digits --rows 2")
     add_command(app, gc, "td-datapipes gc redis://localhost:6379/0 --older-than 1d --dry-run")
+    add_command(app, verify, "td-datapipes verify redis://localhost:6379/0#digits")
     add_command(app, rm, "td-datapipes rm redis://localhost:6379/0#old --yes")
 
 
@@ -107,7 +112,8 @@ def inspect(
     del ask_password
     with opened(url, require_name=True) as server:
         manifest = load_manifest(server, server.url.name)
-        kept, staged = superseded_generations(server, manifest.name), find_staged(server, manifest.name)
+        kept, staged = superseded_generations(server, manifest.name), staged_writes(server, manifest.name)
+        shares = shard_shares(server, manifest)
         memory = _memory(server, manifest)
         address = server.address
     with RedisTDDataset(url, prefetch_bytes=0) as dataset:
@@ -118,9 +124,12 @@ def inspect(
         described = [field.to_json() for field in fields]
         more = {"server": address, "chunks": _num_chunks(manifest), "shards": len(manifest.tags), **memory}
         more |= {"earlier_generations": kept, "staged": [_staged(write) for write in staged]}
+        more |= {"shares": [asdict(share) for share in shares]}
         print_json({**_summary(manifest), **more, "schema": described, "first_rows": values})
         return
     print_facts(_facts(manifest, address, memory, kept, staged))
+    if any(share.node for share in shares):
+        _print_shares(shares)
     heads = [("field", "left"), ("dtype", "left"), ("shape", "left"), ("bytes", "right"), ("at", "right")]
     cells = [
         (".".join(f.key), dtype_name(f.dtype), str(list(f.shape)), f"{f.nbytes:,}", f"{f.offset_bytes:,}")
@@ -184,9 +193,17 @@ def _facts(
         age = format_duration(old["superseded_seconds"])
         facts.append(("earlier", f"generation {old['generation']}, {old['rows']:,} rows, superseded {age} ago; see gc"))
     for write in staged:
-        age = format_duration(write.age_seconds)
-        facts.append(("unfinished", f"a write of {age} ago" + (", interrupted; see gc" if write.is_abandoned else "")))
+        age = format_duration(time.time() - write.started)
+        facts.append(("unfinished", f"a write of {age} ago" + (", interrupted; see gc" if is_abandoned(write) else "")))
     return facts
+
+
+def _print_shares(shares: Sequence[ShardShare]) -> None:
+    """Which node of a cluster has how much of it."""
+    screen().print()
+    heads = [("shard", "left"), ("slot", "right"), ("node", "left"), ("chunks", "right"), ("size", "right")]
+    rows = [(s.tag, str(s.slot), s.node or "nobody", f"{s.chunks:,}", format_bytes(s.nbytes)) for s in shares]
+    print_table(heads, rows)
 
 
 def _memory_text(memory: dict[str, Any]) -> str:
@@ -199,9 +216,8 @@ def _memory_text(memory: dict[str, Any]) -> str:
 
 
 def _staged(write: StagedWrite) -> dict[str, Any]:
-    facts = write.facts
-    known = {"host": facts.get("host"), "pid": facts.get("pid")}
-    return {"id": write.id, **known, "age_seconds": write.age_seconds, "abandoned": write.is_abandoned}
+    known = {"id": write.id, "host": write.host, "pid": write.pid, "age_seconds": time.time() - write.started}
+    return {**known, "abandoned": is_abandoned(write)}
 
 
 def _memory(server: Server, manifest: Manifest) -> dict[str, Any]:
@@ -239,27 +255,57 @@ def gc(
     del ask_password
     seconds = duration_seconds(older_than)
     with opened(url, require_name=False) as server:
-        generations = []
-        for name in list_names(server):
+        generations: list[dict[str, Any]] = []
+        writes: list[tuple[str, StagedWrite]] = []
+        for name in names_in_use(server):
             old = [g for g in superseded_generations(server, name) if g["superseded_seconds"] >= seconds]
             generations += [{"name": name, **generation} for generation in old]
+            writes += [(name, write) for write in staged_writes(server, name) if write.interrupted(seconds)]
             if not dry_run:
-                collect(server, name, seconds)
-        writes = sweep_staged(server, seconds, dry_run=dry_run)
+                collect_garbage(server, name, seconds)
     if as_json:
-        staged = [{"name": write.name, **_staged(write)} for write in writes]
+        staged = [{"name": name, **_staged(write)} for name, write in writes]
         print_json({"dry_run": dry_run, "generations": generations, "staged": staged})
         return
     console, verb = screen(), "would remove" if dry_run else "removed"
     for item in generations:
         text = f"generation {item['generation']} of {item['name']} ({item['rows']:,} rows)"
         console.print(f"{verb} {text}", markup=False)
-    for write in writes:
+    for name, write in writes:
         console.print(
-            f"{verb} what a write of {write.name} left ({format_duration(write.age_seconds)} ago)", markup=False
+            f"{verb} what a write of {name} left ({format_duration(time.time() - write.started)} ago)", markup=False
         )
     if not generations and not writes:
         console.print(f"nothing to remove that is older than {format_duration(seconds)}", markup=False)
+
+
+def verify(
+    url: DatasetURL,
+    progress: Annotated[
+        bool | None, typer.Option("--progress/--no-progress", help="Show a progress bar. By default on a terminal.")
+    ] = None,
+    as_json: AsJson = False,
+    ask_password: AskPassword = False,
+) -> None:
+    """Read every chunk of a data set and compare it with its checksum. Exit code 7 where one is bad."""
+    del ask_password
+    found = verify_dataset(url, progress=progress)
+    if as_json:
+        facts = {"name": found.manifest.name, "chunks": found.chunks, "bytes": found.nbytes, "compared": found.compared}
+        print_json({**facts, "bad": [asdict(bad) for bad in found.bad]})
+    else:
+        _print_verification(found)
+    if found.bad:
+        raise typer.Exit(7)
+
+
+def _print_verification(found: Verification) -> None:
+    for bad in found.bad:
+        rows = f"rows {bad.first_row:,} to {bad.stop_row - 1:,}"
+        screen().print(f"{bad.problem}: chunk {bad.key}, {rows}", markup=False, soft_wrap=True)
+    how = "compared with checksums" if found.compared else "there and of the right length; it has no checksums"
+    what = f"{found.manifest.name}: {found.chunks:,} chunks, {format_bytes(found.nbytes)}"
+    screen().print(f"{what} {how}, {len(found.bad):,} of them bad", markup=False)
 
 
 def rm(

@@ -4,10 +4,13 @@
 -- ARGV[1]  the new manifest (JSON), ARGV[2] "<id> <generation>" it began from, ARGV[3] the staged id.
 -- ARGV[4]  this writer's number.
 -- Returns  "OK", "FENCED", or "CONFLICT <id> <generation>" with what is published now; nothing is changed then.
+local current = redis.call('GET', KEYS[1])
+if current == ARGV[1] then
+  return 'OK' -- this very call, sent again because its answer was lost
+end
 if redis.call('GET', KEYS[4]) ~= ARGV[4] then
   return 'FENCED'
 end
-local current = redis.call('GET', KEYS[1])
 local found = ''
 if current then
   local manifest = cjson.decode(current)

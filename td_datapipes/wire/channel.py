@@ -103,7 +103,17 @@ class Channel:
             ServerTimeoutError: the deadline passed.
             ServerUnavailableError: the connection broke.
         """
+        while not self.pump(doing):
+            self._wait(deadline, doing)
+
+    def pump(self, doing: str) -> bool:
+        """Move what can be moved now, without waiting, and say whether that completed the oldest exchange.
+
+        Raises as `advance`, but for the time-out.
+        """
         exchange = self._awaited[0]
+        if self._unsent:
+            self._send()
         while len(target := exchange.target()):
             try:
                 if isinstance(target, list):
@@ -112,18 +122,26 @@ class Channel:
                     count = self._socket.recv_into(target)
             except _WOULD_BLOCK:
                 exchange.stalled()
-                self._wait(deadline, doing)
-                continue
+                return False
             except OSError as error:
                 raise ServerUnavailableError(
                     f"the connection to {self._address} broke while {doing}: {error}"
                 ) from error
             if count == 0:
-                raise ServerUnavailableError(f"{self._address} closed the connection while {doing}")
+                raise ServerUnavailableError(
+                    f"{self._address} closed the connection while {doing}: it ended, was told to (CLIENT KILL), or "
+                    f"more was asked for than its client-output-buffer-limit allows"
+                )
             exchange.received(count)
             if self._unsent:
                 self._send()
         self._awaited.popleft()
+        return True
+
+    @property
+    def waits_for(self) -> tuple[int, int]:
+        """The socket's number, and for which events of ``poll`` to wait before pumping again."""
+        return self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def _send(self) -> None:
         while self._unsent:
@@ -151,7 +169,6 @@ class Channel:
             )
         self._poll.modify(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0))
         self._poll.poll(left * 1000 + 1)
-        self._send()
 
     def abort(self) -> None:
         """Shut the connection down, so that another thread's wait on it ends. Not for a forked child."""

@@ -10,14 +10,49 @@ from td_datapipes.errors import (
     ProtocolError,
     ServerError,
     ServerFullError,
+    ServerNotReadyError,
     ServerTimeoutError,
     ServerUnavailableError,
     TDDatapipesError,
     ValueTooLargeError,
 )
+from td_datapipes.slabs import Slab
 from td_datapipes.wire.url import PASSWORD_VARIABLE
 
-__all__ = ["RangeFault", "error_from_text", "translate"]
+__all__ = ["REDIS_ERRORS", "RangeFault", "error_from_text", "translate"]
+
+
+REDIS_ERRORS = (rex.RedisError, rex.RedisClusterException, OSError, TypeError)
+"""What redis-py raises where a server, a connection or an option is not as it should be."""
+
+_REFUSALS = (
+    "invalid password",
+    "without any password",
+    "ACL failure in script",
+    "executing the script can't run this command",
+)
+"""Refusals that do not begin with a code of their own."""
+_NOT_READY = {
+    "LOADING": "it is loading its data",
+    "BUSY": "it is running a script that takes long",
+    "MASTERDOWN": "it is a replica that has lost its master",
+    "CLUSTERDOWN": "the cluster has lost nodes, or some slots are not served",
+    "TRYAGAIN": "a slot is moving, and its keys are with two nodes",
+    "MOVED": "the slot is with another node",
+    "ASK": "the key is moving to another node",
+    "READONLY": "it is a replica and takes no writes",
+    "NOREPLICAS": "it has too few replicas to take writes (min-replicas-to-write)",
+}
+"""What passes by itself, or once another server has taken over, by the error's first word."""
+_NOT_READY_KINDS: tuple[tuple[type[Exception], str], ...] = (
+    (rex.TryAgainError, "TRYAGAIN"),
+    (rex.ClusterDownError, "CLUSTERDOWN"),
+    (rex.MasterDownError, "MASTERDOWN"),
+    (rex.MovedError, "MOVED"),
+    (rex.AskError, "ASK"),
+    (rex.ReadOnlyError, "READONLY"),
+    (rex.SlotNotCoveredError, "CLUSTERDOWN"),
+)
 
 
 class RangeFault(Exception):
@@ -29,12 +64,27 @@ class RangeFault(Exception):
         expected_bytes: bytes asked for.
         received_bytes: bytes that came; None where an error came instead.
         text: the server's error; empty where a value came.
+        part: the slab as it was asked for: on a cluster, the part of the plan's slab that one node has.
     """
 
-    def __init__(self, slab: int, index: int, expected_bytes: int, received_bytes: int | None, text: str = "") -> None:
+    def __init__(
+        self,
+        slab: int,
+        index: int,
+        expected_bytes: int,
+        received_bytes: int | None,
+        text: str = "",
+        part: Slab | None = None,
+    ) -> None:
         super().__init__(slab, index, expected_bytes, received_bytes, text)
+        self.part = part
         self.slab, self.index = slab, index
         self.expected_bytes, self.received_bytes, self.text = expected_bytes, received_bytes, text
+
+    @property
+    def passes(self) -> bool:
+        """Whether the server says that it cannot serve this now, but may soon, or that another one does."""
+        return self.text.split(" ", 1)[0] in _NOT_READY
 
 
 def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
@@ -55,6 +105,15 @@ def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
             f"{address} did not answer in time while {doing}; it may be stopped, busy or far away "
             f"(raise it with ?socket_timeout=SECONDS in the URL)"
         )
+    if isinstance(error, rex.BusyLoadingError):
+        return _not_ready("LOADING " + text, address, doing)
+    for kind, code in _NOT_READY_KINDS:
+        if isinstance(error, kind):
+            return _not_ready(text if text.startswith(code) else f"{code} {text}", address, doing)
+    if isinstance(error, rex.ClusterError) and "TTL exhausted" in text:  # redirected again and again
+        return _not_ready("TRYAGAIN " + text, address, doing)
+    if isinstance(error, rex.RedisClusterException):
+        return ServerUnavailableError(f"the cluster of {address} cannot be reached while {doing}: {text}")
     if isinstance(error, rex.InvalidResponse):
         return ProtocolError(f"{address} sent no Redis reply while {doing}: {text[:200]}")
     if isinstance(error, rex.ConnectionError | OSError):
@@ -73,7 +132,9 @@ def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
 def error_from_text(text: str, address: str, doing: str) -> TDDatapipesError:
     """The named error for the text of an error reply."""
     code = text.split(" ", 1)[0].lstrip("-")
-    if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "invalid password" in text or "without any password" in text:
+    if code in _NOT_READY:
+        return _not_ready(text, address, doing)
+    if code in ("NOAUTH", "WRONGPASS", "NOPERM") or any(part in text for part in _REFUSALS):
         return _refused(text, address, doing)
     if code == "OOM" or "maxmemory" in text:
         return ServerFullError(
@@ -86,6 +147,11 @@ def error_from_text(text: str, address: str, doing: str) -> TDDatapipesError:
             f"write with a smaller chunk_bytes or raise the setting"
         )
     return ServerError(f"{address} answered with an error while {doing}: {text}")
+
+
+def _not_ready(text: str, address: str, doing: str) -> ServerNotReadyError:
+    code = text.split(" ", 1)[0]
+    return ServerNotReadyError(f"{address} could not serve this in time while {doing}: {_NOT_READY[code]} ({text})")
 
 
 def _refused(text: str, address: str, doing: str) -> AuthenticationError:

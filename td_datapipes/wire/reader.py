@@ -212,7 +212,7 @@ class _FaultFinder:
     """Finds the first reply that is not what was asked for, and raises `RangeFault` for it."""
 
     def __init__(self, number: int, slab: Slab) -> None:
-        self._number = number
+        self._number, self._slab = number, slab
         self._lengths = slab.ranges().lengths.tolist()
         self._replies = ReplyParser(max(self._lengths) + _SPARE_READ_BYTES)
         self._scratch = memoryview(bytearray(1 << 16))
@@ -229,7 +229,7 @@ class _FaultFinder:
         for reply in self._replies.replies():
             if isinstance(reply, ErrorReply):
                 index = max(self._index, 0)
-                raise RangeFault(self._number, index, self._lengths[index], None, reply.text)
+                raise RangeFault(self._number, index, self._lengths[index], None, reply.text, self._slab)
             if self._index >= 0:
                 self._compare(reply)
             self._index += 1
@@ -242,7 +242,7 @@ class _FaultFinder:
             raise ProtocolError(f"a string of {expected} bytes was asked for, {reply!r} came")
         received = len(reply.data or b"")
         if received != expected:
-            raise RangeFault(self._number, self._index, expected, received)
+            raise RangeFault(self._number, self._index, expected, received, part=self._slab)
 
 
 class PlanReader:
@@ -306,10 +306,31 @@ class PlanReader:
             self.close()
             raise
 
+    def pump(self, doing: str) -> bool:
+        """Move what can be moved without waiting; whether that completed a slab. Errors as `finish`."""
+        try:
+            if self._channel is None:
+                raise ServerUnavailableError("the connection was dropped before this read was finished")
+            if not self._channel.pump(doing):
+                return False
+            self._received()
+            return True
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def waits_for(self) -> tuple[int, int] | None:
+        """As `Channel.waits_for`; None where nothing is awaited."""
+        return None if self._channel is None or not self._sent else self._channel.waits_for
+
     def _receive_one(self, deadline: float, doing: str) -> None:
         if self._channel is None:
             raise ServerUnavailableError("the connection was dropped before this read was finished")
         self._channel.advance(deadline, doing)
+        self._received()
+
+    def _received(self) -> None:
         slab = self._sent.popleft()
         self._in_flight_bytes -= slab.nbytes
         if not slab.job.unfinished:

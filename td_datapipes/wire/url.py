@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
 
 from td_datapipes.errors import URLError
+from td_datapipes.wire.retry import RetryPolicy
 
 __all__ = ["PASSWORD_VARIABLE", "USERNAME_VARIABLE", "ServerURL"]
 
@@ -27,9 +28,15 @@ _SCHEMES = {
     "valkey": "redis",
     "valkeys": "rediss",
     "unix": "unix",
+    "redis+sentinel": "redis",
+    "rediss+sentinel": "rediss",
+    "valkey+sentinel": "redis",
+    "valkeys+sentinel": "rediss",
     "embedded": "embedded",
 }
-_SECRETS = ("username", "password", "ssl_password")
+SENTINEL_PORT = 26379
+_SENTINEL_SECRETS = {"sentinel_username": "username", "sentinel_password": "password"}
+_SECRETS = ("username", "password", "ssl_password", *_SENTINEL_SECRETS)
 _OURS = ("protocol", "decode_responses", "encoding", "encoding_errors", "legacy_responses", "parser_class")
 """Options about how replies are shown: this package reads bytes on RESP2, whatever the URL prefers elsewhere."""
 
@@ -46,6 +53,9 @@ class ServerURL:
         folder: the folder of an embedded server, else None.
         options: keyword arguments for redis-py's connection, credentials left out.
         credentials: user name and passwords; never shown.
+        retry: how what failed is tried again.
+        sentinels: host and port of those to be asked for the master; empty where the URL names the server itself.
+        service: the master's name with them.
     """
 
     name: str
@@ -53,10 +63,17 @@ class ServerURL:
     folder: Path | None
     options: Mapping[str, Any]
     credentials: Mapping[str, str] = field(repr=False, compare=False)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    sentinels: tuple[tuple[str, int], ...] = ()
+    service: str = ""
 
     @classmethod
     def parse(cls, url: str, *, require_name: bool = True) -> ServerURL:
         """Read a URL: ``redis://``, ``rediss://``, ``valkey://``, ``valkeys://``, ``unix://`` or ``embedded://``.
+
+        ``redis+sentinel://[user:password@]host:26379,host:26379/service/db#name`` (likewise with ``rediss``, ``valkey``
+        and ``valkeys``) names sentinels, which know the master; their own credentials are the options
+        ``sentinel_username`` and ``sentinel_password``.
 
         Raises:
             URLError: another scheme, no data set's name, or an option that redis-py refuses.
@@ -81,12 +98,42 @@ class ServerURL:
             )
         if scheme == "embedded":
             return cls._embedded(name, unquote(parts.netloc) + unquote(parts.path), parts.query)
+        if parts.scheme.endswith("+sentinel"):
+            return cls._sentinel(name, parts, scheme)
         where = _address_of(parts.hostname, parts.path)
         _check_port(parts, where)
         # Put together by hand: urlunsplit writes "unix:/path", which redis-py does not take.
         options = _options(f"{scheme}://{parts.netloc}{parts.path}?{parts.query}", where)
         credentials = {key: options.pop(key) for key in _SECRETS if key in options}
-        return cls(name=name, address=_describe(options), folder=None, options=options, credentials=credentials)
+        retry = RetryPolicy.from_options(options)
+        address = _describe(options)
+        return cls(name=name, address=address, folder=None, options=options, credentials=credentials, retry=retry)
+
+    @classmethod
+    def _sentinel(cls, name: str, parts: SplitResult, scheme: str) -> ServerURL:
+        userinfo, _, hosts = parts.netloc.rpartition("@")
+        service, _, db = parts.path.strip("/").partition("/")
+        where = f"the sentinels {hosts}"
+        if not hosts or not service:
+            raise URLError(
+                f"the URL of {where} must name them and their service: redis+sentinel://host:26379,host/service/0#name"
+            )
+        sentinels = tuple(_host_and_port(host, where) for host in hosts.split(","))
+        at = f"{userinfo}@" if userinfo else ""
+        options = _options(f"{scheme}://{at}service/{db or 0}?{parts.query}", where)
+        credentials = {key: options.pop(key) for key in _SECRETS if key in options}
+        retry = RetryPolicy.from_options(options)
+        listed = ",".join(f"{host}:{port}" for host, port in sentinels)
+        return cls(
+            name=name,
+            address=f"{scheme}+sentinel://{listed}/{unquote(service)}/{options.get('db', 0)}",
+            folder=None,
+            options=options,
+            credentials=credentials,
+            retry=retry,
+            sentinels=sentinels,
+            service=unquote(service),
+        )
 
     @classmethod
     def _embedded(cls, name: str, folder: str, query: str) -> ServerURL:
@@ -97,18 +144,24 @@ class ServerURL:
         # Where it listens, and as whom, is the embedded server's own business.
         for key in ("path", "connection_class", *_SECRETS):
             options.pop(key, None)
-        return cls(name=name, address=f"embedded:{path}", folder=path, options=options, credentials={})
+        retry = RetryPolicy.from_options(options)
+        address = f"embedded:{path}"
+        return cls(name=name, address=address, folder=path, options=options, credentials={}, retry=retry)
 
     def connection_options(self) -> dict[str, Any]:
         """Everything redis-py needs to dial, credentials from the URL or else from the environment."""
         if self.folder is not None:
             return dict(self.options)
-        credentials = dict(self.credentials)
+        credentials = {key: value for key, value in self.credentials.items() if key not in _SENTINEL_SECRETS}
         if "password" not in credentials and os.environ.get(PASSWORD_VARIABLE):
             credentials["password"] = os.environ[PASSWORD_VARIABLE]
             if os.environ.get(USERNAME_VARIABLE):
                 credentials.setdefault("username", os.environ[USERNAME_VARIABLE])
         return {**self.options, **credentials}
+
+    def sentinel_credentials(self) -> dict[str, str]:
+        """What the sentinels want to see, if anything."""
+        return {_SENTINEL_SECRETS[key]: value for key, value in self.credentials.items() if key in _SENTINEL_SECRETS}
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -147,6 +200,15 @@ def _check_port(parts: SplitResult, where: str) -> None:
             f"the URL of {where} has a port that is no number from 0 to 65535; "
             "in a user name or password, percent-encode / # ? and @"
         ) from None
+
+
+def _host_and_port(text: str, where: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not colon:
+        host, port = text, str(SENTINEL_PORT)
+    if not port.isdigit() or not 0 < int(port) < 65536 or not host:
+        raise URLError(f"the URL of {where} names {text!r}, which is no host:port")
+    return host.strip("[]"), int(port)
 
 
 def _options(url: str, where: str) -> dict[str, Any]:

@@ -79,6 +79,10 @@ class BulkWriter:
         while self._unanswered:
             self._answer()
 
+    def answer_one(self) -> None:
+        """Wait until the oldest write is confirmed. Raises as `set` does."""
+        self._answer()
+
     def _answer(self) -> None:
         exchange = self._unanswered[0]
         with self._moving():

@@ -39,7 +39,7 @@ from td_datapipes.errors import ConfigurationError
 from td_datapipes.reports import find_reports
 
 COMMAND = Path(sys.executable).with_name("td-datapipes")
-COMMANDS = ("demo", "serve", "ls", "inspect", "gc", "rm", "ingest", "append", "export", "bench", "top")
+COMMANDS = ("demo", "serve", "ls", "inspect", "gc", "verify", "rm", "ingest", "append", "export", "bench", "top")
 SECRET = "Sw0rdf1sh-9c41"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMEOUT_SECONDS = 90.0
@@ -374,9 +374,21 @@ def test_gc_says_what_it_removes(server: ServerProcess) -> None:
     assert sorted(server.execute("KEYS", "*")) == keys
     told = json_of("gc", server.url(), "--older-than", "0s")
     assert [(item["name"], item["generation"], item["rows"]) for item in told["generations"]] == [("x", 1, 30)]
-    assert len(server.execute("KEYS", "*")) == len(keys) - 2  # a chunk, and the hash of earlier generations
+    assert (
+        len(server.execute("KEYS", "*")) == len(keys) - 3
+    )  # a chunk, its checksum, and the hash of earlier generations
     with RedisTDDataset(server.url("x")) as dataset:
         assert_same_rows(dataset[:], td[:20])
+
+
+def test_verify_names_bad_chunks(server: ServerProcess) -> None:
+    manifest = write_dataset(random_rows(30, {"x": (torch.float32, (4,))}), server.url("x"), chunk_bytes=160)
+    assert output_of("verify", server.url("x")) == "x: 3 chunks, 480 B compared with checksums, 0 of them bad"
+    server.execute("SETRANGE", manifest.chunk_key(0, 1), 5, b"?")
+    done = run("verify", server.url("x"), "--json")
+    assert done.returncode == 7
+    (bad,) = json.loads(done.stdout)["bad"]
+    assert (bad["first_row"], bad["stop_row"], bad["problem"]) == (10, 20, "altered")
 
 
 @pytest.mark.timeout(200)

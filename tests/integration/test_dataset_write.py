@@ -77,7 +77,7 @@ def test_what_is_written_lies_as_the_manifest_says(server: ServerProcess, unique
         manifest.chunk_key(0, 6): 5 * 80 + SPARE_BYTES,
     }
     published = f"td:{{{unique_name}}}:manifest".encode()
-    assert keys_of(server) == {*chunks, published}
+    assert keys_of(server) == {*chunks, published, manifest.checksums_key(0)}
     assert Manifest.from_json(server.execute("GET", published)) == manifest
     assert_same_rows(read_all(url), td)
 
@@ -178,7 +178,7 @@ def test_of_many_writers_at_once_one_wins_and_the_others_are_told(server: Server
     (winner,) = [seed for seed in outcomes if seed is not None]
     assert len(outcomes) == 4
     assert_same_rows(read_all(url), some_rows(seed=winner))
-    assert len(keys_of(server)) == 2
+    assert len(keys_of(server)) == 3  # chunk, checksums, manifest
 
 
 class StopError(Exception):

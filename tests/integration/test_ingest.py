@@ -35,9 +35,10 @@ from td_datapipes.errors import (
     SourceError,
     TDDatapipesError,
 )
+from td_datapipes.garbage import collect_garbage, staged_writes
 from td_datapipes.ingest import ingest
+from td_datapipes.integrity import verify_dataset
 from td_datapipes.manifest import staged_key
-from td_datapipes.staged import find_staged, sweep_staged
 from td_datapipes.writer import GroupChunks
 
 CHUNK_KEY = re.compile(rb"td:\{[0-9a-f]+\.\d+\}:\d+:[0-9a-f]{8}")
@@ -489,6 +490,7 @@ def test_an_interrupted_ingest_goes_on_with_what_is_staged(
     counting = Counting(server)
     manifest = ingest(tmp_path, server.url("r"), chunk_bytes=CHUNK_BYTES)
     assert counting.sets == 100 - chunks + 1  # the manifest is one more
+    assert verify_dataset(server.url("r")).bad == ()
     assert staged[0].startswith(b"td:{%s." % manifest.id.encode())
     assert_is(server.url("r"), table)
     assert server.execute("HLEN", staged_key("r")) == 0
@@ -535,12 +537,12 @@ def test_what_is_staged_of_something_else_is_not_taken(server: ServerProcess, tm
     manifest = ingest(path, server.url("r"), chunk_bytes=CHUNK_BYTES)
     assert_is(server.url("r"), other)
     opened = connect(server.url("r"))
-    (left,) = find_staged(opened, "r")
+    (left,) = staged_writes(opened, "r")
     assert left.id != manifest.id
     # It is kept for an hour, then `gc` finds it: both its chunks and the word of it.
-    assert sweep_staged(opened, 3600.0) == []
-    assert sweep_staged(opened, 0.0) == [left]
-    assert find_staged(opened, "r") == []
+    assert collect_garbage(opened, "r", 3600.0).writes == 0
+    assert collect_garbage(opened, "r", 0.0).writes == 1
+    assert staged_writes(opened, "r") == []
     opened.close()
     assert len(chunks_on(server)) == 100
     assert_is(server.url("r"), other)
@@ -596,7 +598,7 @@ def test_a_full_server_keeps_what_it_took_and_the_same_process_goes_on(tmp_path:
             ingest(tmp_path / "t.arrows", url, filters=ds.scalar(True))
         opened = connect(url)
         assert find_manifest(opened, "full") is None
-        assert len(find_staged(opened, "full")) == 1
+        assert len(staged_writes(opened, "full")) == 1
         opened.close()
         process.execute("CONFIG", "SET", "maxmemory", "0")
         counting = Counting(process)
