@@ -19,6 +19,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from td_datapipes.blocks import RowBlock
 from td_datapipes.catalog import (
     APPEND_PREFIX,
     confirm_chunks,
@@ -42,14 +43,13 @@ from td_datapipes.heap_writer import HeapWriter
 from td_datapipes.integrity import store_checksums
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
-from td_datapipes.schema import schema_of
 from td_datapipes.upstream import open_description
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 from td_datapipes.writer import GroupChunks, check_room, iterate_batches, persist
 
-__all__ = ["LEASE_SECONDS", "append_dataset"]
+__all__ = ["LEASE_SECONDS", "append_dataset", "append_rows"]
 
 LEASE_SECONDS = 10.0
 """How long a writer that stops answering keeps others from appending."""
@@ -91,19 +91,33 @@ def append_dataset(
     """
     server = connect(url)
     try:
-        found = open_description(server, server.url.name)  # before anything is written under the name
-        if not isinstance(found, Manifest):
-            raise ConfigurationError(
-                f"{server.url.name!r} at {server.address} was written by TensorDictStore, whose strings have a fixed "
-                f"length: rows cannot be appended; convert it to records, and append to that"
-            )
-        append = _Append(server, wait_seconds)
-        try:
-            return append.run(data, complete=complete, progress=progress)
-        finally:
-            append.end()
+        total, blocks = iterate_batches(data)
+        return append_rows(server, total, blocks, complete=complete, wait_seconds=wait_seconds, progress=progress)
     finally:
         server.close()
+
+
+def append_rows(
+    server: Server,
+    total: int | None,
+    blocks: Iterable[RowBlock],
+    *,
+    complete: bool,
+    wait_seconds: float,
+    progress: bool | None,
+) -> Manifest:
+    """As `append_dataset`, from blocks of rows (`total` in all, where that is known) to the server URL's name."""
+    found = open_description(server, server.url.name)  # before anything is written under the name
+    if not isinstance(found, Manifest):
+        raise ConfigurationError(
+            f"{server.url.name!r} at {server.address} was written by TensorDictStore, whose strings have a fixed "
+            f"length: rows cannot be appended; convert it to records, and append to that"
+        )
+    append = _Append(server, wait_seconds)
+    try:
+        return append.run(total, blocks, complete=complete, progress=progress)
+    finally:
+        append.end()
 
 
 class _Append:
@@ -136,9 +150,7 @@ class _Append:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def run(
-        self, data: TensorDictBase | Iterable[TensorDictBase], *, complete: bool, progress: bool | None
-    ) -> Manifest:
+    def run(self, total: int | None, blocks: Iterable[RowBlock], *, complete: bool, progress: bool | None) -> Manifest:
         """Write and publish."""
         server = self._server
         # Read under the lease: no earlier appender can change any more what is published.
@@ -147,13 +159,12 @@ class _Append:
         for fence in manifest.fence_keys:
             self._expect_ok(self._run("append_fence", [fence], self._number))
         sweep_appends(server, self._name, manifest)
-        total, batches = iterate_batches(data)
         if total is not None:
             check_room(server, manifest.schema, total)
         stage(server, self._name, self._staged_id, writer_note(manifest, time.time()))
         try:
             with progress_bar(f"appending to {self._name}", total, progress) as advance:
-                rows, heap_bytes = self._write(batches, advance)
+                rows, heap_bytes = self._write(blocks, advance)
             persist(server)
             confirm_chunks(server, manifest.with_rows(rows, heap_bytes=heap_bytes), manifest)
         except BaseException:
@@ -187,7 +198,7 @@ class _Append:
                 "nothing follows. Write it anew with write_dataset(..., overwrite=True)"
             )
 
-    def _write(self, batches: Iterable[TensorDictBase], advance: Any) -> tuple[int, list[int]]:
+    def _write(self, blocks: Iterable[RowBlock], advance: Any) -> tuple[int, list[int]]:
         """Send the rows; how many the data set has with them, and how many bytes each heap."""
         manifest, schema = self._manifest, self._manifest.schema
         begun = manifest.last_checksums or (0,) * len(schema.groups)
@@ -197,18 +208,18 @@ class _Append:
         ]
         heaps = HeapWriter(manifest, self._put)
         rows = manifest.rows
-        for batch in batches:
-            found = schema_of(batch, schema)
+        for block in blocks:
+            found = block.schema_like(schema)
             if not found.same_rows(schema):
                 raise SchemaError(
                     f"the batch does not fit the data set {self._name!r}: {schema.difference(found)} "
                     "(here: the data set, there: the batch); nothing was appended"
                 )
-            dense = heaps.take(batch, schema)
+            dense = block.dense(lambda batch: heaps.take(batch, schema))
             for group in groups:
                 group.add(dense)
-            rows += batch.batch_size[0]
-            advance(batch.batch_size[0])
+            rows += block.rows
+            advance(block.rows)
         for number, group in enumerate(groups):
             group.flush()
             if manifest.last_checksums is not None:

@@ -21,6 +21,7 @@ from td_datapipes.plan import Strategy
 from td_datapipes.prefetch import AnnouncedBatch, Prefetcher
 from td_datapipes.read_spec import Rows
 from td_datapipes.replica_reads import ReplicaReader
+from td_datapipes.reports import Reporter
 from td_datapipes.rows import resolve_index
 from td_datapipes.schema import Field, Key, Schema, format_key, normalise_key
 from td_datapipes.store import ReadOptions, RowReader
@@ -153,6 +154,7 @@ class RedisTDDataset(Dataset[TensorDict]):
         self._data_ranks = (0, 1) if self._share is None else (self._share.data_rank, self._share.data_world_size)
         parts = None if self._share is None else self._share.parts
         self._reader = RowReader(server, manifest, fields, options, costs, parts)
+        self._reporter = Reporter(server, manifest.name, lambda: self.stats)
 
     def _open_extras(self, leaves: Sequence[Extra], allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
@@ -205,6 +207,7 @@ class RedisTDDataset(Dataset[TensorDict]):
                 f"{self.name!r} with one dim, or open it with ragged='pad'"
             )
         batch = self._whole(self._shared(rows, self._reader.read), rows)
+        self._reporter.tick()
         if len(shape) == 1:
             return batch
         return batch.reshape(*shape, *batch.batch_size[1:]) if shape else batch[0]
@@ -218,7 +221,9 @@ class RedisTDDataset(Dataset[TensorDict]):
             return self[rows]
         numbers, _ = resolve_index(rows, len(self), self.name)
         prefetcher, announced = self._prefetcher, cast(AnnouncedBatch, rows)
-        return self._whole(self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers)), numbers)
+        batch = self._whole(self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers)), numbers)
+        self._reporter.tick()
+        return batch
 
     def join(self, parts: Sequence[TensorDict]) -> TensorDict:
         """Batches of this data set, or of others that have its fields and were opened alike, one behind the other.

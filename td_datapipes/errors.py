@@ -15,6 +15,7 @@ __all__ = [
     "DatasetChangedError",
     "DatasetExistsError",
     "DatasetNotFoundError",
+    "DestinationError",
     "EmbeddedServerError",
     "FieldNotFoundError",
     "InterruptedWriteError",
@@ -32,6 +33,7 @@ __all__ = [
     "ServerNotReadyError",
     "ServerTimeoutError",
     "ServerUnavailableError",
+    "SourceError",
     "StateError",
     "TDDatapipesError",
     "URLError",
@@ -116,6 +118,10 @@ class DatasetExistsError(TDDatapipesError, FileExistsError):
     """The name is taken; pass ``overwrite=True`` to publish a new generation in its place."""
 
 
+class DestinationError(TDDatapipesError, OSError):
+    """A file or folder that rows should be written to is there already, or cannot be written; it is named."""
+
+
 class AppendConflictError(TDDatapipesError, RuntimeError):
     """Another writer appends to the data set, or has taken over from this one; nothing of this write was published."""
 
@@ -146,6 +152,10 @@ class PickledValueError(TDDatapipesError, ValueError):
 
 class SchemaError(TDDatapipesError, ValueError):
     """A field the schema cannot hold, or a row that does not fit the schema; the message names the field."""
+
+
+class SourceError(TDDatapipesError, ValueError):
+    """A file, folder or table that rows should come from is missing, damaged or of no known kind; it is named."""
 
 
 class StateError(TDDatapipesError, ValueError):

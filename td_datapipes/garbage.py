@@ -8,7 +8,7 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from td_datapipes.catalog import (
@@ -56,6 +56,8 @@ class StagedWrite:
         started: seconds since 1970.
         seen: when it last said that it goes on, seconds since 1970.
         manifest: where its chunks lie; None for a write that keeps other account of them.
+        fingerprint: tells what it reads, where it can be taken up by another; None where it cannot.
+        note: what its writer said, as it stands on the server.
     """
 
     id: str
@@ -64,6 +66,8 @@ class StagedWrite:
     started: float
     seen: float
     manifest: Manifest | None
+    fingerprint: str | None = None
+    note: bytes = field(default=b"", repr=False)
 
     @property
     def appends(self) -> bool:
@@ -71,13 +75,18 @@ class StagedWrite:
         return self.id.startswith(APPEND_PREFIX)
 
     def interrupted(self, older_than_seconds: float) -> bool:
-        """Whether its process is known to be gone, or has not been heard of for so long."""
-        return process_is_gone(self.host, self.pid) or time.time() - self.seen >= older_than_seconds
+        """Whether its process is known to be gone, or has not been heard of for so long.
+
+        One that can be taken up waits for that as long as for a process that may be alive.
+        """
+        gone = self.fingerprint is None and process_is_gone(self.host, self.pid)
+        return gone or time.time() - self.seen >= older_than_seconds
 
 
-def writer_note(manifest: Manifest, started: float) -> str:
+def writer_note(manifest: Manifest, started: float, fingerprint: str | None = None) -> str:
     """What a writer says of itself when it begins, and from time to time."""
-    note = {"host": platform.node(), "pid": os.getpid(), "started": started, "seen": time.time()}
+    note: dict[str, Any] = {"host": platform.node(), "pid": os.getpid(), "started": started, "seen": time.time()}
+    note |= {} if fingerprint is None else {"fingerprint": fingerprint}
     return json.dumps({**note, "tags": manifest.tags, "manifest": json.loads(manifest.to_json())})
 
 
@@ -99,6 +108,8 @@ def _parsed(notes: Any) -> Iterator[StagedWrite]:
                 started=float(note["started"]),
                 seen=float(note.get("seen", note["started"])),
                 manifest=manifest,
+                fingerprint=note.get("fingerprint"),
+                note=text,
             )
         except (ValueError, KeyError, TypeError, SchemaError):
             continue  # not ours to judge, so not ours to remove

