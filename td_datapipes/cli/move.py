@@ -1,15 +1,16 @@
-"""Commands that move rows: ingest, append, export."""
+"""Commands that move rows: ingest, append, convert, export."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from td_datapipes.cli.options import AsJson, AskPassword, DatasetURL, add_command, parse_fill, parse_name, parse_shapes
 from td_datapipes.cli.output import format_bytes, print_json, screen, shown_url
+from td_datapipes.conversion import convert as convert_dataset
 from td_datapipes.errors import ServerError
 from td_datapipes.export import EXPORT_FORMATS
 from td_datapipes.export import export as export_rows
@@ -54,6 +55,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     add_command(app, ingest, "td-datapipes ingest data/*.parquet redis://localhost:6379/0#train --drop comment")
     add_command(app, append, "td-datapipes append new.parquet redis://localhost:6379/0#train")
+    add_command(app, convert, "td-datapipes convert redis://localhost:6379/0#a redis://localhost:6379/0#b")
     add_command(app, export, "td-datapipes export redis://localhost:6379/0#train train.parquet")
 
 
@@ -126,6 +128,42 @@ def append(
     options = _options(column, drop, where, fill, shape, file_format)
     manifest = ingest_rows(source, url, append=True, progress=progress, **options)
     _report("appended to", manifest, url, time.monotonic() - began, as_json=as_json)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC_URL", help="What is copied: redis://host:6379/0#name.")],
+    target: Annotated[str, typer.Argument(metavar="DST_URL", help="The copy: the same server or another.")],
+    layout: Annotated[
+        str | None, typer.Option(help="Of the copy: records or tensordict_store; by default the other one.")
+    ] = None,
+    field: Annotated[
+        list[str], typer.Option("--field", help='Only this field; repeat for more. ["n","y"] is a nested one.')
+    ] = [],  # noqa: B006
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the name stands for.")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read values that TensorDictStore pickled, from a server you trust.")
+    ] = False,
+    progress: Progress = None,
+    as_json: AsJson = False,
+    ask_password: AskPassword = False,
+) -> None:
+    """Copy a data set between records and what TensorDictStore writes, verified before it is published."""
+    del ask_password
+    began = time.monotonic()
+    copy = convert_dataset(
+        source,
+        target,
+        layout=cast(Any, layout),
+        fields=[parse_name(name) for name in field] or None,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        progress=progress,
+    )
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json({"name": copy.name, "rows": copy.rows, "seconds": round(seconds, 3)})
+    else:
+        screen().print(f"copied {copy.rows:,} rows to {copy.name} in {seconds:.1f} s", markup=False)
 
 
 def _options(

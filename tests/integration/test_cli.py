@@ -39,7 +39,21 @@ from td_datapipes.errors import ConfigurationError
 from td_datapipes.reports import find_reports
 
 COMMAND = Path(sys.executable).with_name("td-datapipes")
-COMMANDS = ("demo", "serve", "ls", "inspect", "gc", "verify", "rm", "ingest", "append", "export", "bench", "top")
+COMMANDS = (
+    "demo",
+    "serve",
+    "ls",
+    "inspect",
+    "gc",
+    "verify",
+    "rm",
+    "ingest",
+    "append",
+    "convert",
+    "export",
+    "bench",
+    "top",
+)
 SECRET = "Sw0rdf1sh-9c41"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TIMEOUT_SECONDS = 90.0
@@ -389,6 +403,16 @@ def test_verify_names_bad_chunks(server: ServerProcess) -> None:
     assert done.returncode == 7
     (bad,) = json.loads(done.stdout)["bad"]
     assert (bad["first_row"], bad["stop_row"], bad["problem"]) == (10, 20, "altered")
+
+
+def test_convert_copies_to_the_other_layout_and_back(server: ServerProcess) -> None:
+    td = random_rows(30, {"x": (torch.float32, (4,))})
+    write_dataset(td, server.url("x"))
+    assert json_of("convert", server.url("x"), server.url("store"))["rows"] == 30
+    assert output_of("convert", server.url("store"), server.url("y")).startswith("copied 30 rows to y in ")
+    assert "layout must be 'records'" in fails(2, "convert", server.url("x"), server.url("z"), "--layout", "csv")
+    with RedisTDDataset(server.url("y")) as dataset:
+        assert_same_rows(dataset[:], td)
 
 
 @pytest.mark.timeout(200)
