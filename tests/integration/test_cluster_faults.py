@@ -120,7 +120,7 @@ def test_an_epoch_goes_on_while_slots_move_back_and_forth(replicated: ClusterPro
         mover.start()
         try:
             epochs = 0
-            while len(moves) < 30:
+            while len(moves) < 30 and mover.is_alive():
                 rows = []
                 for batch in DataLoader(dataset, batch_sampler=sampler):
                     assert_same_rows(batch, TD[batch["row"]])
@@ -132,6 +132,7 @@ def test_an_epoch_goes_on_while_slots_move_back_and_forth(replicated: ClusterPro
             done.set()
             mover.join()
     assert epochs > 0
+    assert len(moves) >= 30
 
 
 def test_a_writer_follows_slots_that_move(replicated: ClusterProcess) -> None:
