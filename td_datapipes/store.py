@@ -62,6 +62,10 @@ _MASTER, _REPLICA = "master", "replica"
 _LOG = logging.getLogger("td_datapipes")
 _LENGTHS_ROWS = 1 << 16
 """Read at once where only lengths are."""
+_DOUBTS = 2
+"""How often missing bytes are asked for again on a cluster, of whoever has their slots by then."""
+_DOUBT_SECONDS = 0.15
+"""Before each of them: time for the nodes to hear of a slot that moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +339,7 @@ class RowReader:
         server, plans = self.server, self._plans
         deadline = time.monotonic() + server.deadline_seconds
         tries: Tries | None = None
+        doubted = 0
         while True:
             try:
                 batch = self._try(plan, rows, min(deadline, time.monotonic() + server.timeout_seconds))
@@ -342,7 +347,8 @@ class RowReader:
             except (ServerUnavailableError, ServerTimeoutError) as error:
                 failed: TDDatapipesError = error
             except RangeFault as fault:
-                failed = self._named(self._asked, fault)
+                failed = self._named(self._asked, fault, doubted)
+                doubted += isinstance(failed, DataLossError)
             except StaleFault:
                 raise self._changed() from None
             if tries is None:  # made when it is needed: most reads succeed at once
@@ -367,8 +373,13 @@ class RowReader:
             values.add_to(batch, 0)
         return batch
 
-    def _named(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
+    def _named(self, plan: ReadPlan, fault: RangeFault, doubted: int) -> TDDatapipesError:
         """What a fault is called if reading again does not help.
+
+        Args:
+            plan: what was read.
+            fault: what came instead.
+            doubted: how often bytes were missing in this read before.
 
         Raises:
             TDDatapipesError: where it cannot help.
@@ -377,11 +388,13 @@ class RowReader:
             self.server.call("loading a script", self._load_scripts, repeats=True)
             self._no_script = ServerNotReadyError(f"{self.server.address} forgets scripts as fast as they are loaded")
             return self._no_script
-        lagging = not fault.text and self._plans.from_replicas
-        if not (fault.passes or lagging):
-            raise self._explain(plan, fault) from None
-        if lagging:
-            return self._explain(plan, fault)
+        # A replica lags; a node of a cluster may have ceased to be the owner of what it does not have.
+        doubtful = self._plans.from_replicas or (self._plans.on_cluster and doubted < _DOUBTS)
+        if not fault.passes:
+            explained = self._explain(plan, fault)
+            if fault.text or not doubtful or not isinstance(explained, DataLossError):
+                raise explained from None
+            return explained
         return error_from_text(fault.text, self.server.address, f"reading {self.manifest.name!r}")
 
     def _again(self, tries: Tries, failed: TDDatapipesError) -> None:
@@ -389,6 +402,11 @@ class RowReader:
         if failed is self._no_script:
             if time.monotonic() >= tries.deadline:
                 raise failed
+            return
+        if isinstance(failed, DataLossError):
+            if time.monotonic() + _DOUBT_SECONDS >= tries.deadline:
+                raise failed
+            time.sleep(_DOUBT_SECONDS)
             return
         redirected = isinstance(failed, ServerNotReadyError)
         if "READONLY" in str(failed) and not self.server.others_take_over:

@@ -389,11 +389,27 @@ class ClusterProcess:
         raise LookupError(f"nobody owns slot {slot}")
 
     def migrate_slot(self, slot: int, target: ServerProcess) -> None:
-        """Move one slot with its keys to another master, as an operator does while clients go on reading."""
+        """Move one slot with its keys to another master, as an operator does while clients go on reading.
+
+        As `redis-cli --cluster reshard` does it, which begins only where all nodes agree. A move begun earlier can lose
+        data: a node that has not heard of the last move's config epoch takes the same one, or believes an older claim
+        to the slot that is still on its way, and deletes the keys it has of it.
+        """
+        self.wait_agreed()
         source = self.begin_move(slot, target)
         while self.move_keys(slot, source, target, 100):
             pass
         self.end_move(slot, source, target)
+        self.wait_agreed()
+
+    def wait_agreed(self) -> None:
+        """Return once every node says the same of who owns which slots, and by which config epoch."""
+        wait_until(self._agreed, "all nodes to agree on slots and config epochs")
+
+    def _agreed(self) -> bool:
+        views = [_claims(node) for node in self.nodes]
+        epochs = [epoch for _, epoch, _ in views[0]]
+        return all(view == views[0] for view in views) and len(set(epochs)) == len(epochs)
 
     def begin_move(self, slot: int, target: ServerProcess) -> ServerProcess:
         """From here on a slot is moving: keys that its owner lacks are at the target. Gives the owner."""
@@ -413,7 +429,8 @@ class ClusterProcess:
     def end_move(self, slot: int, source: ServerProcess, target: ServerProcess) -> None:
         """The slot is the target's."""
         target_id = _node_id(target)
-        for node in (target, source, *(node for node in self.nodes[: self.num_masters])):
+        others = [node for node in self.nodes[: self.num_masters] if node not in (target, source)]
+        for node in (target, source, *others):
             node.execute("CLUSTER SETSLOT", slot, "NODE", target_id)
 
     def stop(self) -> None:
@@ -479,6 +496,17 @@ def _cluster_info(node: ServerProcess) -> dict[str, str]:
 
 def _num_known(node: ServerProcess) -> int:
     return int(_cluster_info(node)["cluster_known_nodes"])
+
+
+def _claims(node: ServerProcess) -> list[tuple[str, int, tuple[str, ...]]]:
+    """Each master with its config epoch and slots, as a node sees them."""
+    # As two words, which redis-py does not parse.
+    lines = [line.split(" ") for line in node.execute("CLUSTER", "NODES").decode().splitlines()]
+    return sorted(
+        (name, int(epoch), tuple(slot for slot in slots if not slot.startswith("[")))
+        for name, _, flags, _, _, _, epoch, _, *slots in lines
+        if "master" in flags
+    )
 
 
 def _is_ok(node: ServerProcess) -> bool:

@@ -282,6 +282,11 @@ class ClusterPlanReader:
                 poll.register(*events)
         poll.poll(left * 1000 + 1)
 
+    @property
+    def on_cluster(self) -> bool:
+        """Whether the last plan was read from a cluster."""
+        return self._cluster is not None
+
     def heed(self, fault: RangeFault) -> None:
         """Take in where a redirection points to, before the plan is started again."""
         if self._single is not None or not fault.text:
@@ -349,11 +354,19 @@ class ClusterPlanReader:
         ]
 
     def _whole_call(self, job: ClusterJob, slot: int, slab: Slab) -> list[bytes]:
-        """One Lua call, at the node the slot goes to once all its keys are there, else where it is."""
+        """One Lua call, at the node the slot is with, or where that one sends it to.
+
+        Never at once where the slot goes to: for one key that has not come yet, that node answers as if it were empty.
+        """
         cluster = self._known_cluster()
-        target = self._moving[slot][0] or cluster.slots.master(slot)
         request = b"".join(self._requests.for_plan(job.plan)(slab))
-        values: list[bytes] = cluster.ask(target, request, slab.prefix.count(b"\n") - 1)
+        skipped = slab.prefix.count(b"\n") - 1
+        owner = cluster.slots.master(slot)
+        values: list[bytes]
+        try:
+            values = cluster.ask(owner, request, skipped)
+        except redis.exceptions.AskError as error:
+            values = cluster.ask(parse_node(str(error).split(" ")[-1], owner), request, skipped)
         return values
 
     @property
