@@ -154,7 +154,7 @@ class RedisTDDataset(Dataset[TensorDict]):
         self._data_ranks = (0, 1) if self._share is None else (self._share.data_rank, self._share.data_world_size)
         parts = None if self._share is None else self._share.parts
         self._reader = RowReader(server, manifest, fields, options, costs, parts)
-        self._reporter = Reporter(server, manifest.name, lambda: self.stats)
+        self._reporter = Reporter(server, manifest.name)
 
     def _open_extras(self, leaves: Sequence[Extra], allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
@@ -207,7 +207,7 @@ class RedisTDDataset(Dataset[TensorDict]):
                 f"{self.name!r} with one dim, or open it with ragged='pad'"
             )
         batch = self._whole(self._shared(rows, self._reader.read), rows)
-        self._reporter.tick()
+        self._reporter.tick(lambda: self.stats)
         if len(shape) == 1:
             return batch
         return batch.reshape(*shape, *batch.batch_size[1:]) if shape else batch[0]
@@ -222,7 +222,7 @@ class RedisTDDataset(Dataset[TensorDict]):
         numbers, _ = resolve_index(rows, len(self), self.name)
         prefetcher, announced = self._prefetcher, cast(AnnouncedBatch, rows)
         batch = self._whole(self._shared(numbers, lambda numbers: prefetcher.get(announced, numbers)), numbers)
-        self._reporter.tick()
+        self._reporter.tick(lambda: self.stats)
         return batch
 
     def join(self, parts: Sequence[TensorDict]) -> TensorDict:

@@ -53,23 +53,26 @@ class Reporter:
     Args:
         server: where the data set lies.
         name: its name.
-        stats: what has been read.
     """
 
-    def __init__(self, server: Server, name: str, stats: Callable[[], ReadStats]) -> None:
-        self._server, self._name, self._stats = server, name, stats
+    def __init__(self, server: Server, name: str) -> None:
+        self._server, self._name = server, name
         self._due = time.monotonic() + REPORT_SECONDS
         self._pid, self._token = 0, ""
 
-    def tick(self) -> None:
-        """After each read: report if it is time. What keeps it from being heard is nobody's concern who reads."""
+    def tick(self, read: Callable[[], ReadStats]) -> None:
+        """After each read: report if it is time. What keeps it from being heard is nobody's concern who reads.
+
+        Args:
+            read: gives what has been read. It is not kept: it would keep the data set alive.
+        """
         now = time.monotonic()
         if now < self._due:
             return
         self._due = now + REPORT_SECONDS
         if self._pid != os.getpid():
             self._pid, self._token = os.getpid(), secrets.token_hex(4)
-        stats = self._stats()
+        stats = read()
         values = (self._pid, self._token, stats.rows, stats.bytes, round(stats.wait_seconds * 1e3), round(now * 1e3))
         text = "|".join([_PREFIX, encode_name(self._name), *map(str, values)])
         try:
