@@ -215,7 +215,7 @@ class _Append:
                     f"the batch does not fit the data set {self._name!r}: {schema.difference(found)} "
                     "(here: the data set, there: the batch); nothing was appended"
                 )
-            dense = block.dense(lambda batch: heaps.take(batch, schema))
+            dense = block.dense(heaps, schema)
             for group in groups:
                 group.add(dense)
             rows += block.rows

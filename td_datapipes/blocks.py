@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Protocol
 
@@ -11,9 +11,20 @@ import numpy.typing as npt
 from tensordict import TensorDictBase
 
 from td_datapipes.layouts import pack_records
-from td_datapipes.schema import Group, Schema, schema_of
+from td_datapipes.schema import Group, Key, Schema, schema_of
+from td_datapipes.varying import EncodedRows
 
-__all__ = ["RowBlock", "RowSource", "TensorDictBlock"]
+__all__ = ["Heaps", "RowBlock", "RowSource", "TensorDictBlock"]
+
+
+class Heaps(Protocol):
+    """Keeps values of variable length: see `td_datapipes.heap_writer.HeapWriter`."""
+
+    def take(self, batch: TensorDictBase, schema: Schema, /) -> TensorDictBase:
+        """The batch with spans in place of such values."""
+
+    def add(self, key: Key, rows: EncodedRows, /) -> npt.NDArray[np.int64]:
+        """The spans of a field's next rows, ``[rows, 2]``."""
 
 
 class RowBlock(Protocol):
@@ -30,11 +41,12 @@ class RowBlock(Protocol):
     def schema_like(self, like: Schema | None) -> Schema:
         """The same, where another schema decides what these rows leave open: see `schema_of`."""
 
-    def dense(self, take: Callable[[TensorDictBase], TensorDictBase]) -> RowBlock:
+    def dense(self, heaps: Heaps, schema: Schema) -> RowBlock:
         """These rows with spans in place of their values of variable length.
 
         Args:
-            take: keeps the values of a batch, and gives it with spans in their place.
+            heaps: keep the values, and give the spans.
+            schema: what `schema_like` gave, or the same rows.
         """
 
     def pack(self, group: Group, start: int, stop: int, out: npt.NDArray[np.uint8]) -> None:
@@ -85,9 +97,9 @@ class TensorDictBlock:
         """See `RowBlock`."""
         return schema_of(self._batch, like)
 
-    def dense(self, take: Callable[[TensorDictBase], TensorDictBase]) -> RowBlock:
+    def dense(self, heaps: Heaps, schema: Schema) -> RowBlock:
         """See `RowBlock`."""
-        return TensorDictBlock(take(self._batch))
+        return TensorDictBlock(heaps.take(self._batch, schema))
 
     def from_row(self, row: int) -> TensorDictBlock:
         """Without the rows before that one."""

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +23,14 @@ import pyarrow.parquet as pq
 import torch
 from tensordict import TensorDict
 
+from td_datapipes.arrow_rows import ArrowRows
 from td_datapipes.datasets import RedisTDDataset
 from td_datapipes.errors import ConfigurationError, DestinationError, TDDatapipesError
 from td_datapipes.ingest.columns import METADATA_KEY
 from td_datapipes.ingest.safetensors_files import SAFETENSORS_DTYPES
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import Field, Key, Schema, dtype_name, new_tensordict, schema_of
+from td_datapipes.varying import Varying
 
 __all__ = ["EXPORT_FORMATS", "export"]
 
@@ -67,6 +69,7 @@ def export(
     Raises:
         DestinationError: something is there, or it cannot be written.
         ConfigurationError: an unknown format.
+        SchemaError: a field of variable length, which only Parquet has room for.
         DatasetNotFoundError, ServerUnavailableError, DataLossError: from reading; nothing is at the destination then.
     """
     target = Path(destination).expanduser()
@@ -79,7 +82,7 @@ def export(
         raise DestinationError(f"{target} exists; pass overwrite=True (--overwrite) to replace it, or another name")
     if not target.parent.is_dir():
         raise DestinationError(f"{target} cannot be written: the folder {target.parent} does not exist; make it first")
-    with RedisTDDataset(url, fields=fields, prefetch_bytes=0) as dataset:
+    with RedisTDDataset(url, fields=fields, prefetch_bytes=0, strings="arrow") as dataset:
         try:
             return _export(dataset, name, target, progress)
         except OSError as error:
@@ -121,8 +124,7 @@ def _chosen(dataset: RedisTDDataset) -> Schema:
     sample = dataset[:0]
     nodes = [node for node in dataset.schema.nodes if not node.key or sample.get(node.key, None) is not None]
     groups = tuple(
-        type(group).pack((field.key, field.dtype, field.shape) for field in group.fields if field in kept)
-        for group in dataset.schema.groups
+        type(group).pack(field for field in group.fields if field in kept) for group in dataset.schema.groups
     )
     return Schema(groups=groups, nodes=tuple(nodes))
 
@@ -178,7 +180,10 @@ class _Writer(ABC):
 
 
 class _ParquetWriter(_Writer):
-    """One column a field, structs for nested nodes; a tensor's rows are fixed-size lists, one in another."""
+    """One column a field, structs for nested nodes; a tensor's rows are fixed-size lists, one in another.
+
+    Those of variable length are lists of their items; strings and bytes are themselves.
+    """
 
     def __init__(self, path: Path, schema: Schema, rows: int) -> None:
         super().__init__(path, schema, rows)
@@ -186,7 +191,10 @@ class _ParquetWriter(_Writer):
         self._tree = _tree([field for field in schema.fields.values() if field.nbytes])
         if not self._tree:
             raise ConfigurationError("no field has any bytes, so Parquet would have no column; export to safetensors")
-        columns = [pa.field(name, _arrow_type(child), nullable=False) for name, child in self._tree.items()]
+        empty = [str(field) for field in schema.varying_fields if field.varying and not field.varying.item_bytes]
+        if empty:
+            raise ConfigurationError(f"field {empty[0]} has items without any bytes, which Parquet has no type for")
+        columns = [_arrow_field(name, child) for name, child in self._tree.items()]
         self._arrow = pa.schema(columns, metadata={METADATA_KEY: _describe(schema, rows=rows).encode()})
         # Dictionaries take all NaNs for one, and so lose bits.
         self._file = pq.ParquetWriter(path, self._arrow, use_dictionary=False, compression="zstd")
@@ -226,9 +234,24 @@ def _item_shape(field: Field) -> tuple[int, ...]:
     return field.shape if extra == 1 else (*field.shape, extra)
 
 
+def _arrow_field(name: str, child: Tree | Field) -> Any:
+    varying = child.varying if isinstance(child, Field) else None
+    return pa.field(name, _arrow_type(child), nullable=varying is not None and varying.kind != "tensor")
+
+
+def _items_of(field: Field) -> Field:
+    """Of a tensor of variable length: its items as a field of their own."""
+    varying = cast(Varying, field.varying)
+    return Field(key=field.key, dtype=varying.dtype, shape=varying.shape, offset_bytes=0)
+
+
 def _arrow_type(child: Tree | Field) -> Any:
     if isinstance(child, dict):
-        return pa.struct([pa.field(name, _arrow_type(below), nullable=False) for name, below in child.items()])
+        return pa.struct([_arrow_field(name, below) for name, below in child.items()])
+    if child.varying is not None:
+        if child.varying.kind == "tensor":
+            return pa.large_list(pa.field("item", _arrow_type(_items_of(child)), nullable=False))
+        return pa.large_binary() if child.varying.kind == "bytes" else pa.large_string()
     found = pa.from_numpy_dtype(np.dtype(_item_name(child)))
     for size in reversed(_item_shape(child)):
         found = pa.list_(pa.field("item", found, nullable=False), size)
@@ -239,8 +262,22 @@ def _arrow_array(child: Tree | Field, batch: TensorDict) -> Any:
     if isinstance(child, dict):
         arrays = [_arrow_array(below, batch) for below in child.values()]
         return pa.StructArray.from_arrays(arrays, fields=list(_arrow_type(child)))
-    array = pa.array(_items(batch.get(child.key), child))
-    shape = _item_shape(child)
+    if child.varying is not None:
+        return _varying_array(child, batch.get(child.key))
+    return _items_array(batch.get(child.key), child)
+
+
+def _varying_array(field: Field, values: Any) -> Any:
+    if isinstance(values, ArrowRows):
+        return values.to_arrow()
+    offsets = values.offsets()
+    items = _items_array(values.values()[int(offsets[0]) : int(offsets[-1])], _items_of(field))
+    return pa.LargeListArray.from_arrays(pa.array((offsets - offsets[0]).numpy()), items, type=_arrow_type(field))
+
+
+def _items_array(tensor: torch.Tensor, field: Field) -> Any:
+    array = pa.array(_items(tensor, field))
+    shape = _item_shape(field)
     for dim in reversed(range(len(shape))):
         item = pa.field("item", array.type, nullable=False)
         array = pa.FixedSizeListArray.from_arrays(array, type=pa.list_(item, shape[dim]))
@@ -259,6 +296,7 @@ class _SafetensorsWriter(_Writer):
 
     def __init__(self, path: Path, schema: Schema, rows: int) -> None:
         super().__init__(path, schema, rows)
+        schema.require_dense("a safetensors file (unlike Parquet)")
         names = _unique_names(list(schema.fields))
         header: dict[str, Any] = {}
         self._starts: dict[Key, int] = {}
@@ -306,6 +344,7 @@ class _MemmapWriter(_Writer):
 
     def __init__(self, path: Path, schema: Schema, rows: int) -> None:
         super().__init__(path, schema, rows)
+        schema.require_dense("a memory-mapped TensorDict (unlike Parquet)")
         # Of one row each, so that no memory is needed for what will be on the disk.
         values = {
             field.key: torch.zeros((1, *field.shape), dtype=field.dtype).expand(rows, *field.shape)

@@ -412,8 +412,7 @@ class _Staging:
             raise SchemaError(
                 f"the batch after row {self._rows} differs from the first one: {self._schema.difference(schema)}"
             )
-        heaps, known = self._heaps, self._schema
-        dense = block if heaps is None else block.dense(lambda batch: heaps.take(batch, known))
+        dense = block if self._heaps is None else block.dense(self._heaps, self._schema)
         for group in self._groups:
             group.add(dense)
         self._rows += block.rows

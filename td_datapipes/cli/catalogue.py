@@ -120,7 +120,7 @@ def inspect(
         shown = dataset[: min(rows, len(dataset))]
     fields = list(manifest.schema.fields.values())
     if as_json:
-        values = [{".".join(f.key): _plain(shown.get(f.key)[row]) for f in fields} for row in range(len(shown))]
+        values = [{".".join(f.key): _plain(_value(shown, f, row)) for f in fields} for row in range(len(shown))]
         described = [field.to_json() for field in fields]
         more = {"server": address, "chunks": _num_chunks(manifest), "shards": len(manifest.tags), **memory}
         more |= {"earlier_generations": kept, "staged": [_staged(write) for write in staged]}
@@ -131,10 +131,7 @@ def inspect(
     if any(share.node for share in shares):
         _print_shares(shares)
     heads = [("field", "left"), ("dtype", "left"), ("shape", "left"), ("bytes", "right"), ("at", "right")]
-    cells = [
-        (".".join(f.key), dtype_name(f.dtype), str(list(f.shape)), f"{f.nbytes:,}", f"{f.offset_bytes:,}")
-        for f in fields
-    ]
+    cells = [(".".join(f.key), *_type_and_shape(f), _bytes_text(f, manifest), f"{f.offset_bytes:,}") for f in fields]
     screen().print()
     print_table(heads, cells)
     if len(shown) and fields:
@@ -146,13 +143,42 @@ def inspect(
 
 
 _COLUMNS_SHOWN = 6
+_TEXT_SHOWN = 30
+"""Characters of a string or a JSON value."""
 
 
 def _row(row: int, fields: list[Field], shown: Any) -> list[str]:
-    return [str(row), *(_brief(shown.get(field.key)[row]) for field in fields[:_COLUMNS_SHOWN])]
+    return [str(row), *(_brief(_value(shown, field, row)) for field in fields[:_COLUMNS_SHOWN])]
 
 
-def _brief(value: torch.Tensor) -> str:
+def _type_and_shape(field: Field) -> tuple[str, str]:
+    varying = field.varying
+    if varying is None:
+        return dtype_name(field.dtype), str(list(field.shape))
+    if varying.kind != "tensor":
+        return varying.kind, ""
+    return dtype_name(varying.dtype), f"[{', '.join(map(str, ('*', *varying.shape)))}]"
+
+
+def _bytes_text(field: Field, manifest: Manifest) -> str:
+    """Of one row; those of variable length have some in the record and, on average, so many elsewhere."""
+    if field.varying is None:
+        return f"{field.nbytes:,}"
+    heap = next(heap for heap in manifest.heaps if heap.key == field.key)
+    return f"{field.nbytes:,} + ~{-(-heap.nbytes // max(manifest.rows, 1)):,}"
+
+
+def _value(shown: Any, field: Field, row: int) -> Any:
+    values = shown.get(field.key)
+    if field.varying is not None and field.varying.kind != "tensor":
+        return values.tolist()[row]
+    return values[row]
+
+
+def _brief(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        text = repr(value)
+        return text if len(text) <= _TEXT_SHOWN else text[: _TEXT_SHOWN - 1] + "…"
     flat = value.reshape(-1)
     texts = [_number(item) for item in flat[:3]]
     if not value.ndim:
@@ -166,7 +192,11 @@ def _number(item: torch.Tensor) -> str:
     return f"{float(item.to(torch.float64)):.4g}" if item.dtype.is_floating_point else str(item.item())
 
 
-def _plain(value: torch.Tensor) -> Any:
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if not isinstance(value, torch.Tensor):
+        return value
     if value.dtype.is_complex:
         return torch.view_as_real(value.to(torch.complex128)).tolist()
     return (value.to(torch.float64) if value.dtype.is_floating_point else value).tolist()

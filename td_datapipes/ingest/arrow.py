@@ -28,6 +28,8 @@ __all__ = ["ArrowSource", "Part", "dataset_parts", "parse_filter", "stream_parts
 
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 65536
+VARYING_BYTES = 4 << 10
+"""What a value of variable length is taken for, as long as nobody has read it: decides how many rows make a batch."""
 _MISSING_COLUMN = re.compile(r"No match for FieldRef\.Name\((.*?)\)")
 _OPERATORS = ("==", "!=", "<=", ">=", "<", ">", "=")
 
@@ -108,6 +110,7 @@ class ArrowSource:
     def blocks(self, start_row: int) -> Iterator[ArrowBlock]:
         """See `RowSource`."""
         row_bytes = sum(column.nbytes for column in self.schema.fields.values())
+        row_bytes += VARYING_BYTES * len(self.schema.varying_fields)
         batch_rows = max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // max(row_bytes, 1)))
         done = 0
         for part in self._parts:

@@ -6,6 +6,7 @@ stay in the processor's cache while column after column is written between what 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,9 +18,11 @@ import numpy.typing as npt
 import pyarrow.types as pt
 import torch
 
+from td_datapipes.blocks import Heaps
 from td_datapipes.errors import ConfigurationError, SchemaError
-from td_datapipes.ingest.kinds import Converter, RowFault, converter_of, supported_types
+from td_datapipes.ingest.kinds import Cells, Converter, RowFault, converter_of, supported_types
 from td_datapipes.schema import Field, Group, Key, Node, Schema, format_key
+from td_datapipes.varying import NULL, EncodedRows, Varying
 
 __all__ = ["BLOCK_BYTES", "METADATA_KEY", "ArrowBlock", "Column", "ColumnOptions", "RowPlan", "plan_columns"]
 
@@ -114,10 +117,19 @@ def plan_columns(schema: Any, options: ColumnOptions, label: str) -> RowPlan:
         fill = _fill(path, converter, fills.get(path, options.fill.get(None)), strict=path in fills)
         columns.append(Column(path=path, arrow_type=column.type, converter=converter, fill=fill))
     kept = {path[:depth] for path, _ in chosen for depth in range(len(path))}
-    plain = [(column.path, column.converter.dtype, column.converter.shape) for column in columns]
-    found = Schema(groups=(Group.pack(plain),), nodes=tuple(node for node in nodes if not node.key or node.key in kept))
+    fields = [_field_of(column) for column in columns]
+    left = tuple(node for node in nodes if not node.key or node.key in kept)
+    found = Schema(groups=(Group.pack(fields),), nodes=left)
     everything = len(chosen) == len(leaves)
     return RowPlan(schema=_as_exported(schema, found, everything=everything), columns=tuple(columns))
+
+
+def _field_of(column: Column) -> Field:
+    found = column.converter
+    if found.kind is None:
+        return Field(key=column.path, dtype=found.dtype, shape=found.shape, offset_bytes=0)
+    varying = Varying(kind=found.kind, dtype=found.dtype, shape=found.shape)
+    return Field(key=column.path, dtype=torch.int64, shape=(2,), offset_bytes=0, varying=varying)
 
 
 def _leaves(column: Any, path: Key, nodes: list[Node], label: str) -> Iterator[tuple[Key, Any]]:
@@ -172,8 +184,8 @@ def _unsupported(path: Key, arrow_type: Any, shape: tuple[int, ...] | None, labe
     text = f"column {format_key(path)} of {label} is {arrow_type}, which cannot be stored"
     if shape is not None:
         return f"{text} with rows of shape {list(shape)}; give the shape that they have, or drop it: --drop {name}"
-    if any(kind(arrow_type) for kind in (pt.is_list, pt.is_large_list, pt.is_binary, pt.is_large_binary)):
-        text += f" as rows of any length; if all have one shape, say which: --shape {name}=768"
+    if pt.is_list(arrow_type) or pt.is_large_list(arrow_type):
+        text += f" as rows of any length, whatever its items are; if all have one shape, say which: --shape {name}=768"
     return f"{text}. Leave it out: --drop {name}. Supported: struct, {supported_types()}"
 
 
@@ -193,6 +205,10 @@ def _fill(path: Key, converter: Converter, value: Any, *, strict: bool) -> npt.N
     """The fill as an element; None where there is none. One meant for all columns is left out where it does not fit."""
     if value is None:
         return None
+    if converter.kind not in (None, "tensor"):
+        if not strict:
+            return None
+        raise ConfigurationError(f"column {format_key(path)} is not filled: null is a value of {converter.kind} fields")
     dtype = torch.empty(0, dtype=converter.dtype).numpy().dtype
     with np.errstate(all="ignore"):
         try:
@@ -219,17 +235,26 @@ def _as_exported(schema: Any, found: Schema, *, everything: bool) -> Schema:
         nodes = [Node.from_json(item) for item in data["nodes"]]
     except (ValueError, LookupError, TypeError):
         return found
-    stored = {item.key: item.nbytes for item in found.fields.values()}
+    stored = {item.key: _bytes_of_row(item) for item in found.fields.values()}
     # Fields without bytes have no column.
     kept = [item for item in fields if item.key in stored or (everything and not item.nbytes)]
-    if {item.key: item.nbytes for item in kept if item.nbytes} != {key: n for key, n in stored.items() if n}:
+    if {item.key: _bytes_of_row(item) for item in kept if item.nbytes} != {key: n for key, n in stored.items() if n}:
         return found
     parents = {item.key[:depth] for item in kept for depth in range(len(item.key))}
     nodes = [node for node in nodes if everything or not node.key or node.key in parents]
     return Schema(
-        groups=(Group.pack((item.key, item.dtype, item.shape) for item in kept),),
+        groups=(Group.pack(kept),),
         nodes=tuple(nodes),
     )
+
+
+def _bytes_of_row(item: Field) -> int | tuple[str, int]:
+    """How many bytes a row has; of one of variable length, what its items are and how many bytes each has."""
+    if item.varying is None:
+        return item.nbytes
+    # JSON is a column of strings.
+    kind = "str" if item.varying.kind == "json" else item.varying.kind
+    return kind, item.varying.item_bytes
 
 
 class ArrowBlock:
@@ -248,10 +273,15 @@ class ArrowBlock:
     def __init__(self, batch: Any, plan: RowPlan, first_row: int, label: str) -> None:
         self.rows: int = batch.num_rows
         self.schema = plan.schema
-        self._values = {}
+        self._values: dict[Key, npt.NDArray[Any]] = {}
+        self._varying: dict[Key, EncodedRows] = {}
         for column in plan.columns:
             try:
-                self._values[column.path] = _elements(_array_at(batch, column.path), column)
+                cells = column.converter.cells(_array_at(batch, column.path))
+                if cells.lengths is None:
+                    self._values[column.path] = _elements(cells, column)
+                else:
+                    self._varying[column.path] = _encoded(cells, cells.lengths, column)
             except RowFault as fault:
                 raise SchemaError(
                     f"column {format_key(column.path)} {fault.text} in row {first_row + fault.row} of {label}"
@@ -263,10 +293,14 @@ class ArrowBlock:
         del like
         return self.schema
 
-    def dense(self, take: object) -> ArrowBlock:
+    def dense(self, heaps: Heaps, schema: Schema) -> ArrowBlock:
         """See `RowBlock`."""
-        del take
-        return self
+        del schema
+        if not self._varying:
+            return self
+        found = copy.copy(self)
+        found._values = self._values | {key: heaps.add(key, rows) for key, rows in self._varying.items()}
+        return found
 
     def pack(self, group: Group, start: int, stop: int, out: npt.NDArray[np.uint8]) -> None:
         """See `RowBlock`."""
@@ -289,13 +323,39 @@ def _array_at(batch: Any, path: Key) -> Any:
     return array
 
 
-def _elements(array: Any, column: Column) -> npt.NDArray[Any]:
-    cells = column.converter.cells(array)
+def _elements(cells: Cells, column: Column) -> npt.NDArray[Any]:
     if cells.nulls is None or not cells.nulls.any():
         return cells.data
     if column.fill is None:
         raise RowFault(int(cells.nulls.argmax()) // math.prod(column.converter.shape), "is null")
     return np.where(cells.nulls, column.fill, cells.data)
+
+
+def _encoded(cells: Cells, lengths: npt.NDArray[np.int64], column: Column) -> EncodedRows:
+    """Values of variable length as the bytes of their items."""
+    per_item = math.prod(column.converter.shape)
+    missing = lengths == NULL
+    data, present = cells.data, np.where(missing, 0, lengths)
+    if cells.nulls is not None and cells.nulls.any():
+        if column.fill is None:
+            item = int(cells.nulls.argmax()) // per_item
+            raise RowFault(int(np.searchsorted(np.cumsum(present), item, side="right")), "has an item that is null")
+        data = np.where(cells.nulls, column.fill, data)
+    if column.converter.kind == "tensor" and missing.any():
+        if column.fill is None:
+            raise RowFault(int(missing.argmax()), "is null")
+        # A row that is null becomes one item.
+        lengths = present = np.where(missing, 1, lengths)
+        filled = np.full((int(lengths.sum()), per_item), column.fill, data.dtype)
+        filled[~np.repeat(missing, lengths)] = data.reshape(-1, per_item) if per_item else 0
+        data = filled.reshape(-1)
+    item_bytes = per_item * column.converter.dtype.itemsize
+    flat = np.ascontiguousarray(data)
+    return EncodedRows(
+        data=memoryview(flat.view(np.uint8).data) if flat.size else memoryview(b""),
+        starts=(np.cumsum(present) - present) * item_bytes,
+        lengths=lengths,
+    )
 
 
 def _remedy(column: Column) -> str:

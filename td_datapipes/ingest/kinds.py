@@ -13,7 +13,9 @@ fixed_size_list[n]             what its items are, with a leading dim n
 dictionary, run_end_encoded    what its values are
 extension                      what its storage is; bool8 is bool, and a fixed_shape_tensor has its shape
 struct                         a nested node (see `columns`)
-list, large_list, binary       only with a shape that every row has: shape {"embedding": (768,)}
+list, large_list, binary       with a shape that every row has, ``{"embedding": (768,)}``: a tensor of that shape
+list, large_list               without one: a tensor of variable length, of items that are of one shape
+string, binary                 of variable length: ``str`` and ``bytes``; of large types and views too
 =============================  ====================================================================================
 """
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 import torch
+
+from td_datapipes.varying import NULL, Kind
 
 __all__ = ["KINDS", "Cells", "ColumnKind", "Converter", "RowFault", "converter_of", "supported_types"]
 
@@ -51,10 +55,13 @@ class Cells:
     Attributes:
         data: one after the other, row by row; contiguous.
         nulls: which of them are null (what `data` has there means nothing); None where none is.
+        lengths: of rows of variable length, how many items each has, `NULL` where it is null and has no elements,
+            ``[rows]``; None where all rows are of one shape.
     """
 
     data: npt.NDArray[Any]
     nulls: npt.NDArray[np.bool_] | None = None
+    lengths: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +70,15 @@ class Converter:
 
     Attributes:
         dtype: of the field.
-        shape: of one row.
+        shape: of one row; of one item of it, where rows are of variable length.
         cells: takes an Arrow array of the column's type.
+        kind: what rows are, where they are of variable length; None where all are of one shape.
     """
 
     dtype: torch.dtype
     shape: Shape
     cells: Callable[[Any], Cells]
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +176,7 @@ def _fixed_size_list(arrow_type: Any, shape: Shape | None) -> Converter | None:
     if not pt.is_fixed_size_list(arrow_type):
         return None
     item, width = converter_of(arrow_type.value_type, None), arrow_type.list_size
-    if item is None:
+    if item is None or item.kind is not None:
         return None
     own = (width, *item.shape)
     if shape is not None and math.prod(shape) != math.prod(own):
@@ -191,7 +200,7 @@ def _dictionary(arrow_type: Any, shape: Shape | None) -> Converter | None:
     def cells(array: Any) -> Cells:
         return values.cells(_one_array(array.dictionary_decode()))
 
-    return Converter(dtype=values.dtype, shape=values.shape, cells=cells)
+    return replace(values, cells=cells)
 
 
 def _run_end_encoded(arrow_type: Any, shape: Shape | None) -> Converter | None:
@@ -204,7 +213,7 @@ def _run_end_encoded(arrow_type: Any, shape: Shape | None) -> Converter | None:
     def cells(array: Any) -> Cells:
         return values.cells(_one_array(pc.run_end_decode(array)))
 
-    return Converter(dtype=values.dtype, shape=values.shape, cells=cells)
+    return replace(values, cells=cells)
 
 
 def _extension(arrow_type: Any, shape: Shape | None) -> Converter | None:
@@ -221,7 +230,7 @@ def _extension(arrow_type: Any, shape: Shape | None) -> Converter | None:
         found = storage.cells(array.storage)
         return Cells(data=found.data != 0, nulls=found.nulls) if is_bool else found
 
-    return Converter(dtype=torch.bool if is_bool else storage.dtype, shape=storage.shape, cells=cells)
+    return replace(storage, dtype=torch.bool if is_bool else storage.dtype, cells=cells)
 
 
 def _fixed_shape_tensor(arrow_type: Any, shape: Shape | None) -> Converter | None:
@@ -254,7 +263,7 @@ def _list_of_one_length(arrow_type: Any, shape: Shape | None) -> Converter | Non
     nested = len(shape) > 1 and pt.is_nested(arrow_type.value_type)
     item = converter_of(arrow_type.value_type, shape[1:] if nested else None)
     length = shape[0] if nested else math.prod(shape)
-    if item is None or length * math.prod(item.shape) != math.prod(shape):
+    if item is None or item.kind is not None or length * math.prod(item.shape) != math.prod(shape):
         return None
 
     def cells(array: Any) -> Cells:
@@ -286,6 +295,75 @@ def _binary_of_one_length(arrow_type: Any, shape: Shape | None) -> Converter | N
     return Converter(dtype=torch.uint8, shape=shape, cells=cells)
 
 
+def _varying(arrow_type: Any, shape: Shape | None) -> Converter | None:
+    """Strings, bytes, and lists whose items are all of one shape."""
+    if shape is not None:
+        return None
+    for matches, kind, plain in _TEXTS:
+        if matches(arrow_type):
+            return Converter(dtype=torch.uint8, shape=(), cells=_text_cells(plain), kind=kind)
+    if not (pt.is_list(arrow_type) or pt.is_large_list(arrow_type)):
+        return None
+    item = converter_of(arrow_type.value_type, None)
+    if item is None or item.kind is not None:
+        return None
+    return replace(item, cells=_list_cells(item), kind="tensor")
+
+
+def _either_of(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda arrow_type: any(kind(arrow_type) for kind in kinds)
+
+
+_TEXTS: tuple[tuple[Callable[[Any], bool], Kind, Any], ...] = (
+    (_either_of(pt.is_string, pt.is_large_string, pt.is_string_view), "str", pa.large_string()),
+    (_either_of(pt.is_binary, pt.is_large_binary, pt.is_binary_view), "bytes", pa.large_binary()),
+)
+
+
+def _text_cells(plain: Any) -> Callable[[Any], Cells]:
+    def cells(array: Any) -> Cells:
+        array = _one_array(array.cast(plain))
+        _check_values(array)
+        if array.null_count:
+            # Nobody cleared what lies behind a null.
+            array, missing = _one_array(array.fill_null("" if pt.is_large_string(plain) else b"")), _nulls(array)
+        else:
+            missing = None
+        offsets = _buffer(array, 1, np.dtype(np.int64), len(array) + 1) if len(array) else np.zeros(1, np.int64)
+        lengths = np.diff(offsets)
+        if missing is not None:
+            lengths[missing] = NULL
+        return Cells(data=_bytes(array.buffers()[2])[offsets[0] : offsets[-1]], lengths=lengths)
+
+    return cells
+
+
+def _list_cells(item: Converter) -> Callable[[Any], Cells]:
+    def cells(array: Any) -> Cells:
+        _check_values(array)
+        lengths = np.diff(array.offsets.to_numpy()).astype(np.int64)
+        missing = _nulls(array)
+        if missing is not None:
+            lengths[missing] = NULL
+        inner = item.cells(_one_array(array.flatten()))  # which leaves out the rows that are null
+        return replace(inner, lengths=lengths)
+
+    return cells
+
+
+def _check_values(array: Any) -> None:
+    """Refuse strings that are no Unicode, and whatever else a file may say that its bytes do not hold."""
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid as error:
+        for row in range(len(array)):
+            try:
+                array.slice(row, 1).validate(full=True)
+            except pa.ArrowInvalid:
+                raise RowFault(row, f"is no {array.type} ({str(error).splitlines()[0][:200]})") from None
+        raise RowFault(0, f"is damaged ({str(error).splitlines()[0][:200]})") from None
+
+
 KINDS: tuple[ColumnKind, ...] = (
     ColumnKind(label="integers, floats, dates, times, timestamps and durations", build=_number),
     ColumnKind(label="bool", build=_bool),
@@ -297,6 +375,7 @@ KINDS: tuple[ColumnKind, ...] = (
     ColumnKind(label="extension types of these", build=_extension),
     ColumnKind(label="list with a shape that all rows have", build=_list_of_one_length),
     ColumnKind(label="binary with a shape that all rows have", build=_binary_of_one_length),
+    ColumnKind(label="strings, binary and lists of items of one shape, as rows of any length", build=_varying),
 )
 """What can be stored beside structs, which become nested nodes. The first one that takes a type has it."""
 

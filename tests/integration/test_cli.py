@@ -29,7 +29,7 @@ import pytest
 import torch
 from rows_in_memory import assert_same_rows, random_rows
 from servers import ServerProcess, wait_until
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from td_datapipes import RedisTDDataset, write_dataset
 from td_datapipes.catalog import connect, list_names
@@ -189,7 +189,7 @@ def people(rows: int = 100) -> pa.Table:
             "age": pa.array(rng.integers(0, 90, rows), pa.int32()),
             "weight": rng.random(rows).astype(np.float32),
             "face": pa.FixedSizeListArray.from_arrays(rng.integers(0, 256, rows * 6, dtype=np.uint8), 6),
-            "name": [f"person {row}" for row in range(rows)],
+            "name": [[f"person {row}"] for row in range(rows)],
         }
     )
 
@@ -214,7 +214,7 @@ def test_ingest_look_append_export_and_remove(server: ServerProcess, tmp_path: P
     pq.write_table(people(), tmp_path / "people.parquet")
     url = server.url("my/people")
     line = failure_of(run_installed("ingest", tmp_path / "people.parquet", url), 6)
-    assert line.startswith(f"column 'name' of {tmp_path}/people.parquet is string, which cannot be stored.")
+    assert line.startswith(f"column 'name' of {tmp_path}/people.parquet is list<element: string>, which cannot be")
     assert "--drop name" in line
     assert json_of("ls", server.url())["datasets"] == []
     done = run_installed("ingest", "people.parquet", url, "--drop", "name", "--chunk-kib", 1, folder=tmp_path)
@@ -277,6 +277,31 @@ def test_the_screens_of_ls_and_inspect(server: ServerProcess) -> None:
     assert told["first_rows"] == [{"image": [0.0, 0.25, 0.5], "label": 0, "n.half": "nan"}]
     assert (told["rows"], told["chunks"], told["shards"], told["generation"]) == (4, 1, 1, 1)
     assert told["memory_bytes"] > 128
+
+
+def test_inspect_shows_values_of_variable_length(server: ServerProcess) -> None:
+    tokens = torch.nested.nested_tensor_from_jagged(torch.arange(10).reshape(5, 2), offsets=torch.tensor([0, 1, 1, 5]))
+    td = TensorDict({"tokens": tokens, "title": NonTensorStack("one", None, "x" * 100)}, [3])
+    td["raw"] = NonTensorStack(b"", b"\xff\x01", None)
+    td["notes"] = NonTensorStack({"a": 1}, [2, None], None)
+    write_dataset(td, server.url("documents"))
+    screen = output_of("inspect", server.url("documents")).split("\n\n")
+    assert [re.split(r"  +", line.strip()) for line in screen[1].splitlines()[2:]] == [
+        ["tokens", "int64", "[*, 2]", "16 + ~27", "0"],
+        ["title", "str", "16 + ~35", "16"],
+        ["raw", "bytes", "16 + ~1", "32"],
+        ["notes", "json", "16 + ~7", "48"],
+    ]
+    assert [re.split(r"  +", line.strip()) for line in screen[2].splitlines()[2:]] == [
+        ["0", "[0 1]", "'one'", "b''", "{'a': 1}"],
+        ["1", "[]", "None", "b'\\xff\\x01'", "[2, None]"],
+        ["2", "[2 3 4 …]", "'" + "x" * 28 + "…", "None", "None"],
+    ]
+    told = json_of("inspect", server.url("documents"), "--rows", 2)
+    assert told["first_rows"] == [
+        {"tokens": [[0, 1]], "title": "one", "raw": "", "notes": {"a": 1}},
+        {"tokens": [], "title": None, "raw": "ff01", "notes": [2, None]},
+    ]
 
 
 def test_a_terminal_gets_bars_and_colour_and_80_columns(server: ServerProcess, tmp_path: Path) -> None:

@@ -186,8 +186,6 @@ def test_lists_are_tensors_where_the_user_says_their_shape(
     assert filled.tolist() == [expected[0], np.full(shape, 5).tolist(), expected[1]]
     with pytest.raises(SchemaError, match=r"column 'x' is null in row 1 of"):
         one_column(with_null, shapes={"x": shape})
-    with pytest.raises(SchemaError, match=r"--shape x=768.*--drop x"):
-        one_column(array)
     with pytest.raises(SchemaError, match="column 'x' (has .* in row 0 of|of the table is .* with rows of shape)"):
         one_column(array, shapes={"x": (99,)})
 
@@ -209,17 +207,19 @@ def test_the_shape_that_hugging_face_keeps_in_the_metadata_is_used() -> None:
 
 
 UNSUPPORTED = [
-    *(pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view(), pa.null()),
-    *(pa.list_(pa.int64()), pa.large_list(pa.string()), pa.list_view(pa.int8()), pa.map_(pa.int8(), pa.int8())),
-    *(pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())]), pa.dictionary(pa.int8(), pa.string())),
-    *(pa.list_(pa.string(), 2), pa.json_(), pa.list_(pa.struct([("a", pa.int8())]), 2)),
+    *(pa.null(), pa.list_(pa.null()), pa.list_(pa.list_(pa.int64())), pa.list_(pa.struct([("a", pa.int8())]))),
+    *(pa.large_list(pa.string()), pa.list_view(pa.int8()), pa.map_(pa.int8(), pa.int8()), pa.list_(pa.binary(), 3)),
+    *(pa.month_day_nano_interval(), pa.dense_union([pa.field("a", pa.int8())]), pa.list_(pa.list_(pa.int8()), 2)),
+    *(pa.list_(pa.string(), 2), pa.list_(pa.struct([("a", pa.int8())]), 2)),
 ]
 
 
 @pytest.mark.parametrize("arrow_type", UNSUPPORTED, ids=str)
 def test_what_cannot_be_stored_is_named_with_what_can_be(arrow_type: pa.DataType) -> None:
     schema = pa.schema([("fine", pa.int8()), ("odd", arrow_type)])
-    with pytest.raises(SchemaError, match=r"column 'odd' of the table is .*cannot be stored.*--drop odd") as caught:
+    more = ".*--shape odd=768" if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) else ""
+    match = rf"column 'odd' of the table is .*cannot be stored{more}.*--drop odd"
+    with pytest.raises(SchemaError, match=match) as caught:
         plan_columns(schema, ColumnOptions(), "the table")
     assert all(kind.label in str(caught.value) for kind in KINDS)
     assert str(arrow_type) in str(caught.value)
