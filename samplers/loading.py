@@ -29,8 +29,10 @@ def refuse_other_workers() -> None:
         if frame.f_back is None:
             return
         frame = frame.f_back
+        if frame.f_code.co_name != "__init__":
+            continue  # looking at a frame's variables would keep them alive for as long as it runs
         found = frame.f_locals
-        if frame.f_code.co_name == "__init__" and "loader" in found and "next_iter_state" in found:
+        if "loader" in found and "next_iter_state" in found:
             try:
                 _compare(found["next_iter_state"], getattr(found["loader"], "num_workers", None))
             except StateError:

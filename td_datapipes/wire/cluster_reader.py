@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import redis
@@ -158,7 +159,8 @@ class ClusterPlanReader:
         if self._single is None and self._cluster is None:
             self._cluster = self._server.cluster()
             if self._cluster is None:
-                self._single = PlanReader(self._dial_server, self._requests, self.stats, self._guard)
+                dial = WeakMethod(self._dial_server)  # its reader is this one's: no circle, so that both end at once
+                self._single = PlanReader(lambda: dial()(), self._requests, self.stats, self._guard)  # type: ignore[misc]
         if self._single is not None:
             return self._single.start(plan)
         try:
