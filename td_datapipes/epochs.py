@@ -17,22 +17,38 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from td_datapipes.samplers.states import Position
 
-__all__ = ["EpochBoard"]
+__all__ = ["EpochBoard", "Round"]
 
 _ROUNDS_KEPT = 8
 """A worker of an iteration that was broken off may begin after those of the next one."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One iteration of a loader, as one of its workers sees it. Every worker takes part in it once.
+
+    Attributes:
+        id: what all workers of the iteration have in common.
+        worker: this one, of `num_workers`; whichever rows it takes.
+        num_workers: how many take part.
+    """
+
+    id: str
+    worker: int
+    num_workers: int
+
+
 class EpochBoard:
     """Where copies of one data set, in any number of processes, agree on the epoch they run.
 
-    A *round* is one iteration of a loader; every worker takes part in it once. An epoch advances when all workers of
-    its round have come to their end; until then every round runs the same epoch, from its beginning.
+    An epoch advances when all workers of its round have come to their end; until then every round runs the same epoch,
+    from its beginning. Without workers there are no rounds.
     """
 
     def __init__(self) -> None:
@@ -45,44 +61,42 @@ class EpochBoard:
         with self._state() as state:
             return _place(state["pending"]) or Position(epoch=state["epoch"], rows=rows)
 
-    def begin(self, rows: int, round_id: str | None = None, worker: int = 0) -> Position:
+    def begin(self, rows: int, round_: Round | None = None) -> Position:
         """The place that a round begins at: the same for all its workers. A restored one is given to one round.
 
         Args:
             rows: of the data set.
-            round_id: which round; None without workers. Where a worker begins a second time under the same one, the
-                loader's seeds repeat and it is another round.
-            worker: who begins.
+            round_: who begins. Where a worker begins a second time under the same id, the loader's seeds repeat and it
+                is another round.
         """
-        with self._state(shared=round_id is not None) as state:
-            known = next((known for known in state["rounds"] if known["id"] == round_id), None)
-            if known is not None and worker not in known["begun"]:
-                known["begun"].append(worker)
+        with self._state(shared=round_ is not None) as state:
+            known = _record(state, round_)
+            if round_ is not None and known is not None and round_.worker not in known["begun"]:
+                known["begun"].append(round_.worker)
                 return Position(**known["place"])
             place = _place(state["pending"]) or Position(epoch=state["epoch"], rows=rows)
             state["pending"] = None
-            if round_id is not None:
+            if round_ is not None:
                 others = [other for other in state["rounds"] if other is not known]
-                record = {"id": round_id, "place": _plain(place), "begun": [worker], "ended": []}
+                record = {"id": round_.id, "place": _plain(place), "begun": [round_.worker], "ended": []}
                 state["rounds"] = [*others, record][-_ROUNDS_KEPT:]
             return place
 
-    def adopt(self, place: Position, round_id: str | None = None) -> None:
+    def adopt(self, place: Position, round_: Round | None = None) -> None:
         """A round that has begun goes on from a restored place instead; all its workers say so, for the same epoch."""
-        with self._state(shared=round_id is not None) as state:
+        with self._state(shared=round_ is not None) as state:
             state["epoch"], state["pending"] = place.epoch, None
-            for known in state["rounds"]:
-                if known["id"] == round_id:
-                    known["place"] = _plain(place)
+            if (known := _record(state, round_)) is not None:
+                known["place"] = _plain(place)
 
-    def end(self, epoch: int, round_id: str | None = None, worker: int = 0, num_workers: int = 1) -> None:
+    def end(self, epoch: int, round_: Round | None = None) -> None:
         """A worker of a round has come to its end of the epoch; the epoch advances when all of them have."""
-        with self._state(shared=round_id is not None) as state:
-            ended = [worker]
-            for known in state["rounds"]:
-                if known["id"] == round_id:
-                    known["ended"] = ended = sorted({*known["ended"], worker})
-            if len(ended) >= num_workers and state["epoch"] == epoch:
+        with self._state(shared=round_ is not None) as state:
+            over = round_ is None or round_.num_workers == 1
+            if round_ is not None and (known := _record(state, round_)) is not None:
+                known["ended"] = sorted({*known["ended"], round_.worker})
+                over = len(known["ended"]) >= round_.num_workers
+            if over and state["epoch"] == epoch:
                 state["epoch"] = epoch + 1
 
     def restore(self, place: Position) -> None:
@@ -125,6 +139,11 @@ def _remove(path: Path, pid: int) -> None:
     if os.getpid() == pid:
         with suppress(FileNotFoundError):
             path.unlink()
+
+
+def _record(state: dict[str, Any], round_: Round | None) -> dict[str, Any] | None:
+    """What is known of a round."""
+    return next((known for known in state["rounds"] if round_ is not None and known["id"] == round_.id), None)
 
 
 def _plain(place: Position) -> dict[str, int]:

@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torch.utils.data import get_worker_info
 
 from td_datapipes.dealing import deal_batch
-from td_datapipes.epochs import EpochBoard
+from td_datapipes.epochs import EpochBoard, Round
 from td_datapipes.errors import ConfigurationError, StateError
 from td_datapipes.order import Cursor
 from td_datapipes.samplers.base import Dealer, PositionSampler
@@ -71,12 +71,13 @@ class WorkerShare:
     Attributes:
         worker: this one, of `num_workers`.
         num_workers: among how many they are dealt.
-        round_id: what all workers of one iteration of a loader have in common; None without workers.
+        round: the loader's iteration and the process that takes part in it, which may be one of several that take the
+            same batches; None without worker processes.
     """
 
     worker: int = 0
     num_workers: int = 1
-    round_id: str | None = None
+    round: Round | None = None
 
 
 class Stream:
@@ -129,7 +130,8 @@ class Stream:
         share = share or WorkerShare(worker=info.id, num_workers=info.num_workers)
         # The base seed is drawn by the loader for its workers; persistent ones keep it, and iterate equally often.
         turn = self._num_opened if loader_seed is None else loader_seed
-        return replace(share, round_id=f"{info.seed - info.id}.{turn}")
+        round_ = Round(id=f"{info.seed - info.id}.{turn}", worker=info.id, num_workers=info.num_workers)
+        return replace(share, round=round_)
 
     def __len__(self) -> int:
         return self.length(WorkerShare())
@@ -201,8 +203,12 @@ class Stream:
         latest = self._latest
         if latest is not None and latest.is_unused and latest.state_dict() == dict(state):
             return  # the loader restores a pass that it got from here already
+        # A worker's loader restores the same pass more than once; only what it makes anew takes part in a round anew.
+        wanted = self._identify(share, loader_seed)
+        unused = [known for known in (self._prepared, latest) if known is not None and known.is_unused]
+        again = next((known for known in unused if known.share == wanted and wanted.round is not None), None)
         self._latest = None
-        self._prepared = self._make(share, loader_seed)
+        self._prepared = again or self._make(share, loader_seed)
         self._prepared.load_state_dict(state)
         if get_worker_info() is None and not self._prepared.is_at_end:
             # For workers that are started later; a pass in this process takes it back.
@@ -280,9 +286,9 @@ class StreamIterator(Iterator[TensorDict]):
         self._stream, self._share = stream, share
         self._begun_at: Position | None = None
         self._pid = os.getpid()
-        if share.round_id is not None:
+        if share.round is not None:
             # Before anything is asked for: workers that begin later must not find the epoch ended already.
-            self._begun_at = stream.board.begin(len(stream.source), share.round_id, share.worker)
+            self._begun_at = stream.board.begin(len(stream.source), share.round)
         self._next = 0 if self._begun_at is None else self._begun_at.batch + share.worker
         self._num_batches = 0
         self._dealer: Dealer[RowBatch] | None = None
@@ -324,7 +330,7 @@ class StreamIterator(Iterator[TensorDict]):
         self._begun_at, self._next = position, position.batch
         self._dealer, self._ended = None, False
         self._rows.clear()
-        stream.board.adopt(replace(position, batch=0), share.round_id)
+        stream.board.adopt(replace(position, batch=0), share.round)
         if self.is_at_end:
             self._finish()
 
@@ -470,6 +476,4 @@ class StreamIterator(Iterator[TensorDict]):
     def _finish(self) -> None:
         """The epoch is over for this worker."""
         assert self._begun_at is not None  # For the type checker.
-        share = self._share
-        num_workers = share.num_workers if share.round_id is not None else 1
-        self._stream.board.end(self._begun_at.epoch, share.round_id, share.worker, num_workers)
+        self._stream.board.end(self._begun_at.epoch, self._share.round)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -166,6 +167,14 @@ def test_a_sharding_filter_behind_it_neither_loses_nor_repeats_rows(url: str, nu
     assert sorted(DataLoader(further, batch_size=None, num_workers=num_workers)) == list(range(ROWS))
     shuffled = RedisTDIterDataPipe(url).map(number).shuffle().sharding_filter()
     assert sorted(DataLoader(shuffled, batch_size=None, num_workers=num_workers, shuffle=True)) == list(range(ROWS))
+
+
+def test_a_worker_that_comes_late_behind_a_filter_runs_the_same_epoch(url: str) -> None:
+    pipe = RedisTDIterDataPipe(url).map(number).shuffle().sharding_filter()
+    loader = DataLoader(pipe, batch_size=None, num_workers=2, shuffle=True, worker_init_fn=time.sleep)
+    orders = [list(loader) for _ in range(2)]
+    assert [sorted(order) for order in orders] == [list(range(ROWS))] * 2
+    assert orders[0] != orders[1]
 
 
 def test_a_share_of_a_filter_applied_by_hand_is_the_filters(url: str) -> None:
