@@ -151,6 +151,7 @@ def restore(caller: Caller, ring: Ring | None, snapshot_name: str) -> Manifest |
             f"another name, or drop the buffer first"
         )
     _copy_under(caller, source, ring, frozen=False)
+    unstage(server, ring.manifest.name, _staged_id(ring), ())
     persist(server)
     return None
 
@@ -177,8 +178,13 @@ def _sibling(ring: Ring, name: str, generation: int, options: Mapping[str, Any])
     return Ring(manifest)
 
 
+def _staged_id(target: Ring) -> str:
+    return f"copy-{target.manifest.id}"
+
+
 def _copy_under(caller: Caller, source: Ring, target: Ring, *, frozen: bool) -> None:
-    stage(caller.server, target.manifest.name, f"copy-{target.manifest.id}", json.dumps({"started": time.time()}))
+    """Copy all stripes. The write stays staged until the copy is published, or is said to be over."""
+    stage(caller.server, target.manifest.name, _staged_id(target), json.dumps({"started": time.time()}))
     deadline = caller.deadline(None)
     for stripe in range(source.stripes):
         keys = [source.state_key(stripe), target.state_key(stripe)]
@@ -187,12 +193,11 @@ def _copy_under(caller: Caller, source: Ring, target: Ring, *, frozen: bool) -> 
         doing = f"copying {source.manifest.name!r} to {target.manifest.name!r}"
         answer = caller.run("replay_copy", keys, [int(frozen)], doing, deadline)
         if answer[0] == b"GONE":
-            unstage(caller.server, target.manifest.name, f"copy-{target.manifest.id}", [])
+            unstage(caller.server, target.manifest.name, _staged_id(target), ())
             raise ConfigurationError(f"{source.manifest.name!r} is gone from {caller.server.address}")
-    unstage(caller.server, target.manifest.name, f"copy-{target.manifest.id}", [])
 
 
 def _publish(caller: Caller, ring: Ring, found: Manifest | None) -> None:
     persist(caller.server)
-    publish(caller.server, ring.manifest, found, ring.manifest.id)
+    publish(caller.server, ring.manifest, found, _staged_id(ring))
     persist(caller.server)
