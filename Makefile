@@ -18,7 +18,7 @@ demo: $(VENV)/demo.stamp ## train a small model straight out of an embedded serv
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/dev.stamp servers ## run all tests; PYTEST_ARGS adds arguments
-	$(RUN) pytest $(PYTEST_ARGS)
+	$(RUN) pytest --numprocesses=3 --dist=loadfile $(PYTEST_ARGS)
 	@$(MAKE) rl
 
 rl: $(RL)/rl.stamp servers ## run what torchrl promises of storages, against torchrl in an environment of its own

@@ -13,25 +13,45 @@ from servers import ClusterProcess, Kind, ServerProcess, make_certificates, star
 torch.set_num_threads(1)
 
 
+_shared: list[ServerProcess] = []
+"""What more than one test uses."""
+
+
+@pytest.fixture(autouse=True)
+def _shared_servers_run() -> Iterator[None]:
+    """Whatever a test did to the shared servers, the next one finds them running, in any order of tests."""
+    yield
+    for process in _shared:
+        if process.running:
+            process.resume()
+        else:
+            process.restart()
+
+
+def _share(process: ServerProcess) -> Iterator[ServerProcess]:
+    with process:
+        _shared.append(process)
+        yield process
+        _shared.remove(process)
+
+
 @pytest.fixture(scope="session")
 def valkey_server() -> Iterator[ServerProcess]:
     """The wheel's valkey-server, without persistence. Shared: use `server` to get it emptied."""
-    with ServerProcess("valkey", unix_socket=True) as process:
-        yield process
+    yield from _share(ServerProcess("valkey", unix_socket=True))
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[ServerProcess]:
     """Debian's redis-server, without persistence. Shared: use `server` to get it emptied."""
-    with ServerProcess("redis", unix_socket=True) as process:
-        yield process
+    yield from _share(ServerProcess("redis", unix_socket=True))
 
 
 @pytest.fixture(params=["valkey", "redis"])
 def server(request: pytest.FixtureRequest) -> ServerProcess:
-    """Each kind of server in turn, running and empty."""
+    """Each kind of server in turn, empty."""
     process: ServerProcess = request.getfixturevalue(f"{request.param}_server")
-    _ready(process).flush()
+    process.flush()
     return process
 
 
@@ -39,30 +59,34 @@ def server(request: pytest.FixtureRequest) -> ServerProcess:
 def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Debian's redis-server speaking TLS only; the URL names the authority's file."""
     certificates = make_certificates(tmp_path_factory.mktemp("certificates"))
-    with ServerProcess("redis", tls=certificates) as process:
-        yield process
+    yield from _share(ServerProcess("redis", tls=certificates))
+
+
+def _share_cluster(nodes: ClusterProcess) -> Iterator[ClusterProcess]:
+    with nodes:
+        _shared.extend(nodes.nodes)
+        yield nodes
+        for node in nodes.nodes:
+            _shared.remove(node)
 
 
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[ClusterProcess]:
     """Three masters, started when the first test asks. Shared: use `cluster` to get it emptied."""
-    with start_cluster(masters=3) as nodes:
-        yield nodes
+    yield from _share_cluster(start_cluster(masters=3))
 
 
 @pytest.fixture
 def cluster(shared_cluster: ClusterProcess) -> ClusterProcess:
-    """Three masters, running and empty."""
-    for node in shared_cluster.nodes:
-        _ready(node)
+    """Three masters, empty."""
     shared_cluster.wait_ok()
     shared_cluster.flush()
     return shared_cluster
 
 
 def _replicated(kind: Kind) -> Iterator[ClusterProcess]:
-    with start_cluster(masters=3, replicas=1, kind=kind, config={"cluster-node-timeout": "2000"}) as nodes:
-        yield nodes
+    config = {"cluster-node-timeout": "2000"}
+    yield from _share_cluster(start_cluster(masters=3, replicas=1, kind=kind, config=config))
 
 
 @pytest.fixture(scope="session")
@@ -79,10 +103,8 @@ def redis_cluster() -> Iterator[ClusterProcess]:
 
 @pytest.fixture(params=["valkey", "redis"])
 def replicated(request: pytest.FixtureRequest) -> ClusterProcess:
-    """A cluster of each kind in turn, running and empty; no test may leave another node a master."""
+    """A cluster of each kind in turn, empty; no test may leave another node a master."""
     nodes: ClusterProcess = request.getfixturevalue(f"{request.param}_cluster")
-    for node in nodes.nodes:
-        _ready(node)
     nodes.wait_ok()
     nodes.flush()
     return nodes
@@ -92,12 +114,3 @@ def replicated(request: pytest.FixtureRequest) -> ClusterProcess:
 def unique_name() -> str:
     """A data set's name that nobody else uses."""
     return f"test/{uuid.uuid4().hex}"
-
-
-def _ready(process: ServerProcess) -> ServerProcess:
-    # An earlier test may have paused or killed it.
-    if process.running:
-        process.resume()
-    else:
-        process.restart()
-    return process

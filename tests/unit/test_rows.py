@@ -100,7 +100,7 @@ def test_a_row_beyond_any_integer_is_named(index: Any) -> None:
         ["a"],
         {"a": 1},
         {1, 2},
-        object(),
+        pytest.param(object(), id="object"),
         [None],
         [[1, 2], [3]],
         [1, "2"],
