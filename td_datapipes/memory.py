@@ -14,7 +14,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _POOLED_BYTES = 1 << 20
 """The allocator reuses what is smaller by itself."""
-_MAX_FREE = 4
+_FREE_BYTES = 128 << 20
+"""What may lie idle, as between two epochs, when all that was read ahead has been used; two stretches always may."""
 
 
 class _Loan:
@@ -40,7 +41,7 @@ class MemoryPool:
     """
 
     def __init__(self) -> None:
-        self._free: deque[Bytes] = deque(maxlen=_MAX_FREE)
+        self._free: deque[Bytes] = deque()
         self._lent: dict[int, weakref.ref[_Loan]] = {}
 
     def take(self, nbytes: int) -> Bytes:
@@ -56,9 +57,17 @@ class MemoryPool:
         def give_back(_: object, memory: Bytes = memory) -> None:
             self._lent.pop(key, None)
             self._free.append(memory)
+            self._trim()
 
         self._lent[key] = weakref.ref(loan, give_back)
         return np.asarray(loan)
+
+    def _trim(self) -> None:
+        while len(free := self._free.copy()) > 2 and sum(map(len, free)) > _FREE_BYTES:
+            try:
+                self._free.popleft()
+            except IndexError:  # another thread took what there was
+                return
 
     def _fitting(self, nbytes: int) -> Bytes | None:
         for _ in range(len(self._free)):

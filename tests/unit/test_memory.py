@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -56,3 +57,19 @@ def test_a_little_more_or_less_fits_the_same_memory_and_much_less_does_not():
     assert len(little_less) == NBYTES - NBYTES // 10
     del little_less
     assert address(pool.take(NBYTES // 2)) != first
+
+
+def test_what_many_batches_took_is_kept_up_to_a_limit():
+    pool = MemoryPool()
+    tracemalloc.start()
+    try:
+        lent = [pool.take(NBYTES) for _ in range(100)]
+        del lent
+        kept, _ = tracemalloc.get_traced_memory()
+        again = [pool.take(NBYTES) for _ in range(20)]
+        assert 120 << 20 < tracemalloc.get_traced_memory()[0] <= kept + (1 << 20) <= 129 << 20
+        large = [pool.take(400 << 20) for _ in range(3)]
+        del again, large
+        assert tracemalloc.get_traced_memory()[0] < 2 * (430 << 20)
+    finally:
+        tracemalloc.stop()
