@@ -25,6 +25,9 @@ __all__ = ["Contents", "build", "contiguous_strides", "decode_values", "encode_v
 
 _MARKS = (NonTensorData, NonTensorStack)
 
+_MOST_SPECS = 1024
+_specs: dict[tuple[int, Placements, torch.Size, torch.dtype], DTensorSpec] = {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
@@ -183,11 +186,19 @@ def _plain(value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
     # As `DTensor.from_local` does in the end, which takes longer and would make them differentiable. Shape
     # and stride are said: it would guess them from one shard, wrongly where shards are uneven.
-    size = torch.Size(shape)
-    meta = TensorMeta(shape=size, stride=contiguous_strides(size), dtype=local.dtype)
-    # Made anew: meshes that are equal may have different process groups.
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor(local, _spec(mesh, tuple(placements), torch.Size(shape), local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _spec(mesh: DeviceMesh, placements: Placements, size: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    """Made once for the batches of a schema: it takes longer than everything else about a small field."""
+    # By the very mesh: those that are equal may have different process groups. The spec keeps it, so the id stays its.
+    key = (id(mesh), placements, size, dtype)
+    if key not in _specs:
+        if len(_specs) == _MOST_SPECS:
+            _specs.clear()
+        meta = TensorMeta(shape=size, stride=contiguous_strides(size), dtype=dtype)
+        _specs[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return _specs[key]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
