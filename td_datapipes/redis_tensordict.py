@@ -15,7 +15,7 @@ from td_datapipes.manifest import Manifest
 from td_datapipes.remote.entries import Additions, class_path, collect, loaded_class, node_of
 from td_datapipes.remote.futures import Background, RemoteFuture
 from td_datapipes.remote.operations import LocalOperations
-from td_datapipes.remote.records import RecordsTree, create_records
+from td_datapipes.remote.records import FrozenTree, RecordsTree, create_records
 from td_datapipes.remote.store import StoreTree, create_store
 from td_datapipes.remote.tree import Tree, TreeOptions
 from td_datapipes.remote.writing import RemoteWriting
@@ -38,7 +38,8 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
     in memory, on ``to_local()``; what would change tensors in place or view them raises and names ``to_local()``.
 
     ``RedisTensorDict(url, batch_size=[n])`` makes an empty one; `from_tensordict` and `from_dict` one with entries;
-    `from_redis` opens what is there, also what ``tensordict.store.TensorDictStore`` wrote.
+    `from_redis` opens what is there, also what ``tensordict.store.TensorDictStore`` wrote. What `write_dataset` wrote
+    is read only: what would change it raises `RemoteOperationError`.
 
     A row of a group (the entries that were set by one call) is read and written as a whole; a call that writes up to
     32 MiB is carried out as a whole, too. Handles of other processes see new values at once, and new entries when they
@@ -151,7 +152,7 @@ class RedisTensorDict(RemoteWriting, LocalOperations, TensorDictBase):  # type: 
 
         Raises:
             DatasetNotFoundError: there is none of that name.
-            ConfigurationError: it is a frozen data set, which is written once.
+            ConfigurationError: it is a replay buffer.
         """
         server = connect(url)
         try:
@@ -334,11 +335,13 @@ def _tree(server: Server, options: TreeOptions) -> Tree:
 def _tree_of(server: Server, description: Any, options: TreeOptions) -> Tree:
     if isinstance(description, StoreDescription):
         return StoreTree(server, description, options)
-    if description.kind != "mutable":
+    if description.kind == "ring":
         raise ConfigurationError(
-            f"data set {description.name!r} at {server.address} is {description.kind}: it is written once. Read it "
-            f"with RedisTDDataset, or copy it: RedisTensorDict.from_tensordict(RedisTDDataset(url)[:], another_url)"
+            f"{description.name!r} at {server.address} is a replay buffer, whose rows are overwritten while it is "
+            f"read; open it with RedisReplayBuffer"
         )
+    if description.kind == "frozen":
+        return FrozenTree(server, description, options)
     return RecordsTree(server, description, options)
 
 

@@ -29,6 +29,13 @@ class RowIndex:
     plain: bool
     single: bool
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether each row is taken whole and the leading dim stays; there may be full slices of the others."""
+        first, *beyond = self.rest
+        lead = isinstance(first, slice) or (isinstance(first, torch.Tensor) and first.ndim == 1)
+        return lead and all(isinstance(part, slice) and part == slice(None) for part in beyond)
+
 
 def split_index(index: Any, num_rows: int, num_dims: int) -> RowIndex | None:
     """Take an index apart.

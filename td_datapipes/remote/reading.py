@@ -8,11 +8,12 @@ from typing import Any
 from tensordict import TensorDict, is_non_tensor
 from tensordict.base import NO_DEFAULT
 
+from td_datapipes.errors import RowIndexError
 from td_datapipes.remote.entries import loaded_class
-from td_datapipes.remote.index import split_index
+from td_datapipes.remote.index import RowIndex, split_index
 from td_datapipes.remote.node import RemoteNode, is_node
 from td_datapipes.remote.operations import refuse
-from td_datapipes.schema import Key, normalise_key
+from td_datapipes.schema import Key, format_key, normalise_key
 
 __all__ = ["RemoteReading"]
 
@@ -34,7 +35,7 @@ class RemoteReading(RemoteNode):
         """As ``TensorDict.items``: all entries are read in one round trip, unless they are more than 64 MiB."""
         keys = list(self.keys(include_nested, leaves_only, is_leaf, sort=sort))
         leaves = [key for key in map(normalise_key, keys) if not is_node(self._entry(key))]
-        at_once = self.structure.bytes() <= MAX_ITEMS_BYTES
+        at_once = self._tree.bytes_below(self._prefix) <= MAX_ITEMS_BYTES
         whole = self._read([self._prefix + key for key in leaves]) if at_once and leaves else None
         for key in keys:
             parts = normalise_key(key)
@@ -138,6 +139,8 @@ class RemoteReading(RemoteNode):
         if is_node(found):
             return self._node_at(self._prefix + parts)[idx]
         index = None if self._tree.unbatched else split_index(idx, self._tree.rows, found.ndim)
+        if not is_non_tensor(found) and found.is_nested:
+            return self._jagged_at(parts, idx, index)
         if index is None:
             return self._get_tuple(parts)[idx]
         if is_non_tensor(found):  # or rows of different shapes: taken from the rows
@@ -149,6 +152,17 @@ class RemoteReading(RemoteNode):
             return self._get_tuple(parts, default)  # which knows by now that it is gone
         return value if index.plain else value[index.rest]
 
+    def _jagged_at(self, key: Key, idx: Any, index: RowIndex | None) -> Any:
+        """Rows of a tensor of variable length: one, which may be indexed further, or a jagged tensor of them."""
+        single = index is not None and isinstance(index.rest[0], int)
+        if index is None or not (single or index.keeps_rows):
+            raise RowIndexError(
+                f"{format_key(self._prefix + key)} is of variable length: its rows are selected by one dim alone, not "
+                f"by {idx!r}; index a single row for the dims of an item"
+            )
+        value = self._read([self._prefix + key], index.rows)._get_tuple(key, NO_DEFAULT)
+        return value[0][index.rest[1:]] if single else value
+
     def get_at(self, key: Any, index: Any, default: Any = None, **kwargs: Any) -> Any:
         """``get(key)[index]``, of which only the rows that are needed are read."""
         return self._get_at_tuple(key, index, default, **kwargs)
@@ -156,6 +170,14 @@ class RemoteReading(RemoteNode):
     def _index_tensordict(self, index: Any, new_batch_size: Any = None, names: Any = None) -> Any:
         del new_batch_size, names
         split = None if self._tree.unbatched else split_index(index, self._tree.rows, len(self.batch_size))
+        if split is None or not (split.plain or split.single):
+            structure: Any = self.structure
+            for key, value in structure.items(True, True):
+                if not is_non_tensor(value) and value.is_nested:
+                    raise RowIndexError(
+                        f"the index {index!r} reshapes the batch, which cannot be done with jagged tensors "
+                        f"({format_key(self._prefix + normalise_key(key))}): index rows by one dim alone"
+                    )
         if split is None:
             return self.to_local()[index]
         found = self._read([self._prefix], split.rows)

@@ -1,4 +1,4 @@
-"""A tree in the layout `records`: a mutable data set, whose entries are fields of groups."""
+"""A tree in the layout `records`: a mutable data set, whose entries are fields of groups, or a frozen one to read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.writer import persist
 
-__all__ = ["RecordsTree", "create_records"]
+__all__ = ["FrozenTree", "RecordsTree", "create_records"]
 
 MAX_ROWS_IN_RECORDS = 256
 """Of a field that is written whole and shares its records with others: from here on it gets a group of its own."""
@@ -122,6 +122,7 @@ class RecordsTree(Tree):
         return [(known.structure_key, b"=%d" % known.generation)]
 
     def put(self, entries: Mapping[Key, Entry], nodes: Sequence[Node] = (), gone: Iterable[Key] = ()) -> None:
+        self.require_writable()
         gone, known = list(gone), self.description
         stay = {key: entry for key, entry in entries.items() if self._fits(known, key, entry)}
         fresh = {key: entry for key, entry in entries.items() if key not in stay}
@@ -160,6 +161,7 @@ class RecordsTree(Tree):
 
     def _change(self, change: Callable[[Manifest], Manifest], staged: Staged | None = None) -> None:
         """Publish what a change makes of the structure; of whatever it is by then, if somebody else was faster."""
+        self.require_writable()
         for _ in range(_ATTEMPTS):
             old = self.description
             with suppress(DatasetChangedError):
@@ -202,6 +204,7 @@ class RecordsTree(Tree):
         persist(self.server)
 
     def put_values(self, key: Key, values: Mapping[int, Any]) -> None:
+        self.require_writable()
         value = next((value for value in self.description.values if value.key == key), None)
         if value is None or not value.per_row:
             one = None
@@ -242,7 +245,38 @@ class RecordsTree(Tree):
         self._change(lambda manifest: replace(manifest, device=device))
 
     def clear(self) -> None:
+        self.require_writable()
         drop(self.server, self.description.name)
+
+
+class FrozenTree(RecordsTree):
+    """Entries of a data set that `write_dataset` wrote: read as `RedisTDDataset` does, fields of variable length too.
+
+    It stays on the rows it was opened with, until it is asked to look for those that were appended.
+    """
+
+    def __init__(self, server: Server, description: Manifest, options: TreeOptions) -> None:
+        # A published generation never changes: there is nothing to take a snapshot of.
+        super().__init__(server, description, replace(options, atomic=False))
+
+    def refresh(self) -> bool:
+        """Take in the rows that were appended; whether there were any.
+
+        Raises:
+            DatasetChangedError: it was removed, or written anew.
+        """
+        known = self.description
+        found = find_manifest(self.server, known.name)
+        if found is None or found.id != known.id:
+            now = "removed" if found is None else f"written anew ({found.rows} rows of generation {found.generation})"
+            raise DatasetChangedError(
+                f"data set {known.name!r} at {self.server.address} has been {now} since it was opened with "
+                f"{known.rows} rows of generation {known.generation}; open it again"
+            )
+        if found.generation <= known.generation:
+            return False
+        self._take(found)
+        return True
 
 
 def _replaced(manifest: Manifest, keys: Iterable[Key]) -> list[Key]:

@@ -14,13 +14,14 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from td_datapipes.cost import CostModel
-from td_datapipes.errors import DatasetChangedError, DatasetNotFoundError
+from td_datapipes.errors import DatasetChangedError, DatasetNotFoundError, RemoteOperationError
 from td_datapipes.extras import Extra, extra_fields
 from td_datapipes.layouts import layout_of
+from td_datapipes.manifest import Manifest
 from td_datapipes.read_spec import Rows
 from td_datapipes.remote.ranges import Write, element_writes, row_writes, slice_rows
 from td_datapipes.remote.values import OneValue, RowValues
-from td_datapipes.schema import Field, Key, Node
+from td_datapipes.schema import Field, Key, Node, format_key
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.upstream import Description, find_description
 from td_datapipes.wire.range_writer import RangeWriter
@@ -97,6 +98,23 @@ class Tree(ABC):
     def batch_size(self) -> tuple[int, ...]:
         """Of the root."""
 
+    def require_writable(self) -> None:
+        """Before anything is changed.
+
+        Raises:
+            RemoteOperationError: it is written once; the message says what to do.
+        """
+        known = self.description
+        if known.kind == "mutable" or not isinstance(known, Manifest):
+            return
+        names = ", ".join(format_key(field.key) for field in known.schema.varying_fields)
+        varying = f", also those of its fields of variable length ({names})," if names else ""
+        raise RemoteOperationError(
+            f"data set {known.name!r} at {self.server.address} is {known.kind}: its values{varying} are written once. "
+            f"Add rows with append_dataset(rows, url), write it anew with write_dataset(rows, url, overwrite=True), or "
+            f"change a copy in memory: to_local()"
+        )
+
     def as_rows(self, entry: Entry) -> torch.Tensor:
         """A whole tensor as it is stored: ``[rows, ...]``.
 
@@ -111,6 +129,14 @@ class Tree(ABC):
     def rows(self) -> int:
         """The leading dim of every tensor; 1 where it has no batch dims."""
         return self.description.rows
+
+    def bytes_below(self, key: Key) -> int:
+        """Bytes of the fields of a node; of those of variable length also their values'."""
+        fields, _ = self.fields_below([key])
+        found = sum(field.nbytes for field in fields) * self.rows
+        if isinstance(self.description, Manifest):
+            found += sum(self.description.heap_of(f.key)[1].nbytes for f in fields if f.varying is not None)
+        return found
 
     def refresh(self) -> bool:
         """Look at the server again; whether anything is stored differently than was known.
@@ -291,6 +317,8 @@ def _skeleton(description: Description, unbatched: bool, batch_size: tuple[int, 
         field.key: torch.empty((*lead, *field.shape), dtype=field.dtype, device="meta")
         for field in schema.fields.values()
     }
+    for field in schema.varying_fields:  # its records have spans, which nobody sees
+        values[field.key] = _varying_skeleton(description, field)
     for leaf in description.others:
         values[leaf.key] = NonTensorData(None)
     contents: dict[Key, dict[str, Any]] = {node.key: {} for node in schema.nodes}
@@ -307,6 +335,16 @@ def _skeleton(description: Description, unbatched: bool, batch_size: tuple[int, 
         if node.key:
             contents[node.key[:-1]][node.key[-1]] = made
     return made
+
+
+def _varying_skeleton(description: Description, field: Field) -> Any:
+    varying = field.varying
+    if varying is None or varying.kind != "tensor" or not isinstance(description, Manifest):
+        return NonTensorData(None)
+    items = description.heap_of(field.key)[1].nbytes // varying.item_bytes if varying.item_bytes else 0
+    values = torch.empty((items, *varying.shape), dtype=varying.dtype, device="meta")
+    offsets = torch.empty(description.rows + 1, dtype=torch.int64, device="meta")
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
 def _names(node: Node, num_dims: int) -> list[str | None] | None:

@@ -54,6 +54,7 @@ class RemoteWriting(RemoteReading):
 
     def _set(self, key: Key, value: Any, *, inplace: bool | None, validated: bool, ignore_lock: bool = False) -> Any:
         """Set an entry. `inplace` as torch's TensorDict has it: True needs the entry, None takes it if it is there."""
+        self._tree.require_writable()
         found = self._entry(key, look=inplace is True)
         if inplace is True and found is None:
             raise KeyError(f"key {key!r} not found in {type(self).__name__} with keys {sorted(self.keys())}")
@@ -114,6 +115,7 @@ class RemoteWriting(RemoteReading):
     ) -> Any:
         """As ``TensorDict.update``: nodes are merged. All new entries become one group, in one step."""
         del clone, non_blocking, is_leaf
+        self._tree.require_writable()
         if update_batch_size:
             raise refuse("update(update_batch_size=True)", str(self._url))
         given = {} if input_dict_or_td is None else input_dict_or_td
@@ -172,6 +174,7 @@ class RemoteWriting(RemoteReading):
         self._setitem_index(index, value)
 
     def _setitem_index(self, index: Any, value: Any) -> None:
+        self._tree.require_writable()
         split = None if self._tree.unbatched else split_index(index, self._tree.rows, len(self.batch_size))
         if split is None:
             local = self.to_local()
@@ -249,6 +252,7 @@ class RemoteWriting(RemoteReading):
 
     def _set_at_tuple(self, key: Any, value: Any, idx: Any, *, validated: bool, non_blocking: bool) -> Any:
         del validated, non_blocking
+        self._tree.require_writable()
         parts = normalise_key(key)
         found = self._entry(parts)
         if found is None:
@@ -284,6 +288,7 @@ class RemoteWriting(RemoteReading):
 
     def pop(self, key: Any, default: Any = NO_DEFAULT) -> Any:
         """Remove an entry and give it, in memory."""
+        self._tree.require_writable()
         self._check_lock(None)
         found = self._get_tuple(normalise_key(key), default)
         if found is default:
@@ -323,6 +328,7 @@ class RemoteWriting(RemoteReading):
 
     def fill_(self, key: Any, value: float | bool) -> Any:
         """Set all elements of an entry, or of all entries of a node."""
+        self._tree.require_writable()
         parts = normalise_key(key)
         found = self._entry(parts)
         if found is None:

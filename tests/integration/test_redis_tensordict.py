@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from td_datapipes import RedisTDDataset, RedisTensorDict, write_dataset
 from td_datapipes.catalog import connect, drop
 from td_datapipes.errors import (
-    ConfigurationError,
     DatasetChangedError,
     DatasetExistsError,
     DatasetNotFoundError,
@@ -122,8 +121,10 @@ def test_what_is_replaced_is_removed_at_once_and_its_handles_go_on_with_the_new(
 
 def test_a_frozen_data_set_is_not_opened_for_writing(server: ServerProcess) -> None:
     write_dataset(sample(), server.url("frozen"))
-    with pytest.raises(ConfigurationError, match="is frozen"):
-        RedisTensorDict.from_redis(server.url("frozen"))
+    there = RedisTensorDict.from_redis(server.url("frozen"))
+    with pytest.raises(RemoteOperationError, match="is frozen"):
+        there[0] = sample()[0]
+    assert_same(there.to_local(), sample())
     with pytest.raises(DatasetNotFoundError):
         RedisTensorDict.from_redis(server.url("nothing"))
 

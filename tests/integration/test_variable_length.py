@@ -25,7 +25,6 @@ from td_datapipes import (
     Placement,
     RedisReplayBuffer,
     RedisTDDataset,
-    RedisTensorDict,
     append_dataset,
     convert,
     write_dataset,
@@ -364,8 +363,6 @@ def test_a_field_in_the_place_of_a_mask_is_named(server: ServerProcess, unique_n
 def test_other_layouts_refuse_them_by_name(server: ServerProcess, url: str, unique_name: str) -> None:
     with pytest.raises(SchemaError, match=r"'name'\): str is of variable length, for which the layout"):
         convert(url, server.url(f"{unique_name}-store"))
-    with pytest.raises(ConfigurationError, match="frozen"):
-        RedisTensorDict.from_redis(url)
     buffer = RedisReplayBuffer(server.url(f"{unique_name}-ring"), capacity=100)
     with pytest.raises(SchemaError, match="is of variable length, for which a replay buffer has no room"):
         buffer.extend(some_rows(5).td())
