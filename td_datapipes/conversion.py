@@ -60,7 +60,8 @@ def convert(
         What describes the copy.
 
     Raises:
-        SchemaError: a field that the copy's layout cannot hold: it names it.
+        SchemaError: a field that the copy's layout cannot hold, as ``tensordict_store`` those of variable length: it
+            names it.
         DatasetExistsError: the target's name is taken.
         DataLossError: the copy differs from the source, which changed meanwhile; nothing was published.
         ValueTooLargeError: a field is longer than the target's server takes in one string.
@@ -84,7 +85,7 @@ def convert(
             )
         if layout == "records":
             return _to_records(copying, destination, overwrite=overwrite, chunk_bytes=chunk_bytes, progress=progress)
-        copying.schema.require_dense("the layout tensordict_store")
+        copying.schema.require_dense("the layout tensordict_store (unlike records: layout='records')")
         return _to_store(copying, destination, overwrite=overwrite, progress=progress)
     finally:
         origin.close()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
-from rows_in_memory import ALL_DTYPES, assert_same_rows, random_rows
+from ragged_in_memory import RaggedRows
+from rows_in_memory import ALL_DTYPES, assert_same_rows, assert_same_tensor, random_rows
 from servers import ServerProcess
 from stores import NUMPY_DTYPES, open_store, read_store, write_lazy_store, write_store
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 
-from td_datapipes import RedisTDDataset, RedisTensorDict, convert, write_dataset
+from td_datapipes import RedisTDDataset, RedisTensorDict, append_dataset, convert, write_dataset
 from td_datapipes import conversion as conversion_module
+from td_datapipes.catalog import connect, load_manifest
 from td_datapipes.errors import (
     ConfigurationError,
     DataLossError,
@@ -396,3 +399,102 @@ def test_a_progress_bar_is_shown_when_asked_for(server: ServerProcess, capsys: p
     assert "converting theirs" in shown
     assert "verifying shown" in shown
     assert "50/50" in shown
+
+
+# Fields of variable length.
+
+
+RAGGED = RaggedRows([3, 0, 7, 5, 14, 1, 0, 60, 2, 9, 21, 4, 35, 10])
+
+
+def manifest_of(url: str) -> Manifest:
+    host = connect(url)
+    try:
+        return load_manifest(host, host.url.name)
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 300, 16 * MIB])
+@pytest.mark.parametrize("chunk_bytes", [16, 80, None])
+def test_values_of_variable_length_are_copied(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, batch_bytes: int, chunk_bytes: int | None
+) -> None:
+    monkeypatch.setattr(conversion_module, "_BATCH_BYTES", batch_bytes)
+    write_dataset(RAGGED.td(), server.url("ours"), chunk_bytes=144)
+    copy = convert(server.url("ours"), server.url("copy"), layout="records", chunk_bytes=chunk_bytes)
+    assert isinstance(copy, Manifest)
+    source = manifest_of(server.url("ours"))
+    assert set(map(str, copy.schema.fields.values())) == set(map(str, source.schema.fields.values()))
+    assert {heap.key: heap.nbytes for heap in copy.heaps} == {heap.key: heap.nbytes for heap in source.heaps}
+    with RedisTDDataset(server.url("copy"), verify=True) as dataset:
+        RAGGED.assert_equal(dataset[:], range(14))
+        RAGGED.assert_equal(dataset[[7, 0, 7, 13]], [7, 0, 7, 13])
+
+
+def test_values_of_variable_length_go_from_one_kind_of_server_to_another(
+    valkey_server: ServerProcess, redis_server: ServerProcess
+) -> None:
+    for origin, target in ((valkey_server, redis_server), (redis_server, valkey_server)):
+        origin.flush()
+        target.flush()
+        write_dataset(RAGGED.td(), origin.url("ours"), chunk_bytes=80)
+        convert(origin.url("ours"), target.url("theirs"), layout="records", chunk_bytes=64)
+        origin.flush()
+        with RedisTDDataset(target.url("theirs")) as dataset:
+            RAGGED.assert_equal(dataset[:], range(14))
+
+
+def test_appended_values_of_variable_length_and_none_at_all(server: ServerProcess) -> None:
+    more = RaggedRows([4, 0, 100], seed=3)
+    write_dataset(RAGGED.td(), server.url("ours"), chunk_bytes=80)
+    append_dataset(more.td(), server.url("ours"))
+    convert(server.url("ours"), server.url("ours"), layout="records", overwrite=True)
+    with RedisTDDataset(server.url("ours")) as dataset:
+        (RAGGED + more).assert_equal(dataset[:], range(17))
+    write_dataset(RaggedRows([]).td(), server.url("none"))
+    convert(server.url("none"), server.url("nothing"), layout="records")
+    with RedisTDDataset(server.url("nothing")) as dataset:
+        assert len(dataset) == 0
+        found, expected = (one.schema.fields for one in (dataset, manifest_of(server.url("none"))))
+        assert set(map(str, found.values())) == set(map(str, expected.values()))
+
+
+def test_a_value_of_variable_length_that_is_damaged_meanwhile_is_not_published(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_dataset(RAGGED.td(), server.url("ours"), chunk_bytes=80)
+    source = manifest_of(server.url("ours"))
+    chunk = source.chunk_key(source.heap_of(("tokens",))[0], 1)
+    before = keys_of(server)
+    batches = conversion_module._Source.batches
+
+    def damaging(source: Any, advance: Any) -> Any:
+        yield from batches(source, advance)
+        byte = server.execute("GETRANGE", chunk, 5, 5)
+        server.execute("SETRANGE", chunk, 5, bytes([byte[0] ^ 1]))
+
+    monkeypatch.setattr(conversion_module._Source, "batches", damaging)
+    with pytest.raises(DataLossError, match="the copy of copy differs from the source in field 'tokens', in rows 0 to"):
+        convert(server.url("ours"), server.url("copy"), layout="records")
+    assert keys_of(server) - before <= {b"td:names"}
+
+
+@pytest.mark.parametrize("field", ["tokens", ("text", "name"), "blob", "info"])
+def test_values_of_variable_length_are_refused_by_name_for_a_store(server: ServerProcess, field: Any) -> None:
+    write_dataset(RAGGED.td(), server.url("ours"))
+    before = keys_of(server)
+    shown = re.escape(repr(field))
+    with pytest.raises(SchemaError, match=rf"{shown}: .* is of variable length.*tensordict_store \(unlike records"):
+        convert(server.url("ours"), server.url("theirs"), fields=["row", field])
+    assert keys_of(server) == before
+    convert(server.url("ours"), server.url("theirs"), fields=["row"])
+    assert_same_tensor(read_store(server, "theirs")["row"], torch.arange(14))
+    convert(server.url("ours"), server.url("part"), fields=["row", field], layout="records")
+    with RedisTDDataset(server.url("part")) as dataset, RedisTDDataset(server.url("ours")) as whole:
+        found, expected = dataset[:].get(field), whole[:].get(field)
+        assert len(dataset.fields) == 2
+        if field == "tokens":
+            assert_same_tensor(found.values(), expected.values())
+        else:
+            assert found.tolist() == expected.tolist()
