@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -36,12 +36,17 @@ class HeapWriter:
     Args:
         manifest: what is written, with its heaps as they are so far.
         put: sends a chunk.
+        heads: of each heap the bytes of the chunk being filled, where that is to be sent whole; else none.
     """
 
-    def __init__(self, manifest: Manifest, put: PutHeapChunk) -> None:
+    def __init__(self, manifest: Manifest, put: PutHeapChunk, heads: Sequence[bytes] = ()) -> None:
         self._begun = manifest.heaps
         first = len(manifest.layouts)
-        self._chunks = {heap.key: _HeapChunks(first + number, heap, put) for number, heap in enumerate(manifest.heaps)}
+        begun = heads or [b""] * len(manifest.heaps)
+        self._chunks = {
+            heap.key: _HeapChunks(first + number, heap, put, head)
+            for number, (heap, head) in enumerate(zip(manifest.heaps, begun, strict=True))
+        }
 
     def take(self, batch: TensorDictBase, schema: Schema) -> TensorDictBase:
         """The batch with spans in place of the values, which are on their way.
@@ -70,6 +75,12 @@ class HeapWriter:
         for chunks in self._chunks.values():
             chunks.flush()
 
+    def unsent(self) -> Iterator[tuple[int, int, memoryview]]:
+        """Of each chunk being filled the number that stands for its heap, its own, and its bytes so far."""
+        for chunks in self._chunks.values():
+            if chunks.unsent is not None:
+                yield chunks.unsent
+
     @property
     def nbytes(self) -> list[int]:
         """Bytes of each heap so far."""
@@ -93,12 +104,22 @@ def _encode(field: Field, value: object) -> EncodedRows:
 class _HeapChunks:
     """One heap being written."""
 
-    def __init__(self, group: int, heap: Heap, put: PutHeapChunk) -> None:
+    def __init__(self, group: int, heap: Heap, put: PutHeapChunk, head: bytes) -> None:
         self._group, self._chunk_bytes, self._put = group, heap.chunk_bytes, put
-        self.nbytes = self._sent = heap.nbytes
+        self.nbytes, self._sent = heap.nbytes, heap.nbytes - len(head)
         # Of the chunk being filled, from where it was continued; a new one for each chunk: what was given to `put`
         # may still be on its way.
         self._buffer: npt.NDArray[np.uint8] | None = None
+        if head:
+            self._buffer = np.empty(self._chunk_bytes - self._sent % self._chunk_bytes, dtype=np.uint8)
+            self._buffer[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+
+    @property
+    def unsent(self) -> tuple[int, int, memoryview] | None:
+        """The chunk being filled, as `HeapWriter.unsent` gives it."""
+        if self._buffer is None:
+            return None
+        return self._group, self._sent // self._chunk_bytes, self._buffer[: self.nbytes - self._sent].data
 
     def add(self, rows: EncodedRows) -> npt.NDArray[np.int64]:
         """Spans of the rows, ``[rows, 2]``: the heap's byte where each row's items begin, and how many they are."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from td_datapipes.wire.server import Server
 __all__ = [
     "arrived_checksums",
     "claim",
+    "count_full",
     "count_rows",
     "going_on",
     "is_abandoned",
@@ -74,17 +76,31 @@ def count_rows(server: Server, manifest: Manifest, limit: int) -> int:
     rows = limit
     for group, layout in enumerate(manifest.layouts):
         if layout.stride_bytes:
-            chunks = _count_chunks(server, manifest, group, layout.num_chunks(limit))
+            chunks, _ = count_full(
+                server,
+                partial(manifest.chunk_key, group),
+                partial(_sent_bytes, manifest, group),
+                layout.num_chunks(limit),
+            )
             # A chunk that is not full is the last one of the rows.
             rows = min(rows, chunks // layout.pieces * layout.records_per_chunk)
     return rows
 
 
-def _count_chunks(server: Server, manifest: Manifest, group: int, limit: int) -> int:
-    """How many chunks from the first on are full."""
+def count_full(
+    server: Server, key_of: Callable[[int], bytes], bytes_of: Callable[[int], int], limit: int
+) -> tuple[int, int]:
+    """How many chunks from the first on are full, at most `limit`, and how many bytes the one behind them has.
+
+    Args:
+        server: where.
+        key_of: a chunk's key.
+        bytes_of: its bytes where it is full.
+        limit: how many there may be.
+    """
     for first in range(0, limit, _KEYS_PER_ASK):
         chunks = range(first, min(first + _KEYS_PER_ASK, limit))
-        keys = [manifest.chunk_key(group, chunk) for chunk in chunks]
+        keys = [key_of(chunk) for chunk in chunks]
 
         def command(client: Any, keys: list[bytes] = keys) -> list[int]:
             with client.pipeline(transaction=False) as pipeline:
@@ -94,9 +110,13 @@ def _count_chunks(server: Server, manifest: Manifest, group: int, limit: int) ->
 
         lengths = server.call("looking for what has arrived", command, repeats=True)
         for chunk, length in zip(chunks, lengths, strict=True):
-            if length != _full_bytes(manifest, group, chunk) + SPARE_BYTES:
-                return chunk
-    return limit
+            if length != bytes_of(chunk):
+                return chunk, length
+    return limit, 0
+
+
+def _sent_bytes(manifest: Manifest, group: int, chunk: int) -> int:
+    return _full_bytes(manifest, group, chunk) + SPARE_BYTES
 
 
 def _full_bytes(manifest: Manifest, group: int, chunk: int) -> int:

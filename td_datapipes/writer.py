@@ -42,9 +42,10 @@ from td_datapipes.errors import (
     ValueTooLargeError,
 )
 from td_datapipes.garbage import staged_writes, writer_note
+from td_datapipes.heap_resume import Arrived, find_arrived
 from td_datapipes.heap_writer import HeapWriter, new_heaps
 from td_datapipes.integrity import store_checksums
-from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
+from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Heap, Manifest
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import Schema
 from td_datapipes.server import wait_persisted
@@ -359,8 +360,10 @@ class _Staging:
         )
         self._heaps: HeapWriter | None = None
         self._empty_heaps = new_heaps(source.schema, chunk_bytes)
-        # Values of variable length are not taken up where a write of them was interrupted: it begins anew.
-        self._fingerprint = None if self._empty_heaps else source.fingerprint
+        # Without a kind nobody knows how the values that are staged were written: that begins anew.
+        undecided = any(field.varying and field.varying.kind == "null" for field in source.schema.varying_fields)
+        self._fingerprint = None if undecided else source.fingerprint
+        self._arrived = Arrived(rows=0)
         self._started, self._said = time.time(), time.monotonic()
         self.first_row = self._rows = 0
         earlier = self._take_up(source) if resume else None
@@ -380,7 +383,8 @@ class _Staging:
         except BaseException:
             self._writer.close()
             raise
-        self._heaps = HeapWriter(self._manifest(0, 1), self._put)
+        begun = replace(start, heaps=self._arrived.heaps or self._empty_heaps)
+        self._heaps = HeapWriter(begun, self._put, self._arrived.heads)
 
     def _take_up(self, source: RowSource) -> list[list[int]] | None:
         """Go on with an interrupted write of the same rows, if there is one.
@@ -394,13 +398,14 @@ class _Staging:
             begun = write.manifest
             if begun is None or write.fingerprint != self._fingerprint or not is_abandoned(write):
                 continue
-            if (begun.layouts, begun.schema) != (self._layouts, self._schema):
+            if (begun.layouts, begun.schema, begun.heaps) != (self._layouts, self._schema, self._empty_heaps):
                 continue  # it lays rows out otherwise
             limit = (1 << 62) if source.num_rows is None else source.num_rows
-            rows = count_rows(self._server, begun, limit)
+            arrived = find_arrived(self._server, begun, count_rows(self._server, begun, limit))
+            rows = arrived.rows
             if rows and claim(self._server, self._name, write):
                 self.id, self._tags, self._started = write.id, begun.tags, write.started
-                self.first_row = self._rows = rows
+                self.first_row, self._rows, self._arrived = rows, rows, arrived
                 return arrived_checksums(self._server, begun, rows)
         return None
 
@@ -445,7 +450,22 @@ class _Staging:
         if self._fingerprint is not None:
             for number, group in enumerate(self._groups):
                 store_checksums(self._server, self._manifest(0, 1), number, group.first_chunk, group.checksums)
+            self._keep_unsent()
         self._said = time.monotonic()
+
+    def _keep_unsent(self) -> None:
+        """Keep what the chunks of heaps have that are not full: one with few values would never be.
+
+        It is the beginning of what is sent later: carried out late, this changes nothing of it.
+        """
+        start = self._manifest(0, 1)
+        for number, chunk, data in self._heaps.unsent() if self._heaps is not None else ():
+            key, part = start.chunk_key(number, chunk), bytes(data)
+
+            def command(client: redis.Redis, key: bytes = key, part: bytes = part) -> Any:
+                return client.setrange(key, 0, part)
+
+            self._server.call("writing a chunk", command, repeats=True)
 
     def end(self, error: BaseException) -> None:
         """Keep what was staged where the rows are right and can be had again; else remove it."""
@@ -461,13 +481,20 @@ class _Staging:
         # A chunk that is on its way when its key is removed would be there again afterwards.
         settled = self._writer.settle()
         with suppress(TDDatapipesError):
-            begun = replace(self._manifest(self._rows_begun, 1), last_checksums=())
+            begun = replace(self._manifest(self._rows_begun, 1), last_checksums=(), heaps=self._heaps_begun)
             chunks = chunk_keys(begun)
             unstage(self._server, self._name, self.id, chunks, forget=settled)
 
     @property
     def _rows_begun(self) -> int:
-        return max((group.rows for group in self._groups), default=0)
+        return max([self._arrived.staged_rows, *(group.rows for group in self._groups)])
+
+    @property
+    def _heaps_begun(self) -> tuple[Heap, ...]:
+        """With all values that may be staged, also those that are to be written again."""
+        mine = self._manifest(0, 1).heaps
+        found = self._arrived.staged_heaps or mine
+        return tuple(max(pair, key=lambda heap: heap.nbytes) for pair in zip(mine, found, strict=True))
 
     def _manifest(self, rows: int, generation: int) -> Manifest:
         return Manifest(

@@ -20,8 +20,6 @@ from td_datapipes import RedisTDDataset, write_dataset
 from td_datapipes.catalog import connect, find_manifest
 from td_datapipes.errors import ConfigurationError, SchemaError
 from td_datapipes.export import export
-from td_datapipes.garbage import staged_writes
-from td_datapipes.heap_writer import HeapWriter
 from td_datapipes.ingest import ingest
 from td_datapipes.integrity import verify_dataset
 from td_datapipes.manifest import Manifest
@@ -227,33 +225,6 @@ def test_formats_without_room_for_them_say_so(server: ServerProcess, tmp_path: P
         export(server.url("v"), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
     assert export(server.url("v"), tmp_path / name, fields=["i"]) == 2
-
-
-def test_an_interrupted_ingest_begins_anew(
-    server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = pa.table({"s": [f"row {row}" for row in range(20_000)]})
-    pq.write_table(table, tmp_path / "in.parquet")
-
-    add, calls = HeapWriter.add, []
-
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        return add(*arguments)
-
-    monkeypatch.setattr(HeapWriter, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ingest(tmp_path / "in.parquet", server.url("v"), chunk_bytes=1024)
-    monkeypatch.undo()
-    connection = connect(server.url("v"))
-    try:
-        assert staged_writes(connection, "v") == []
-    finally:
-        connection.close()
-    ingest(tmp_path / "in.parquet", server.url("v"), chunk_bytes=1024)
-    assert values_of(read_all(server.url("v")), "s") == table["s"].to_pylist()
 
 
 def test_rows_are_filtered_by_a_string(server: ServerProcess, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ LAYERS = (
     "integrity",
     "staged",
     "heap_writer",
+    "heap_resume",
     "writer",
     "appender",
     "store",

@@ -1,0 +1,119 @@
+"""How far an interrupted write with heaps came: which of its rows have all their values of variable length there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from td_datapipes.manifest import Heap, Manifest
+from td_datapipes.schema import Field
+from td_datapipes.staged import count_full
+from td_datapipes.wire.server import Server
+
+__all__ = ["Arrived", "find_arrived"]
+
+_SPAN_WORDS = 2
+_WORD_BYTES = 8
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """What of an interrupted write is gone on with.
+
+    Attributes:
+        rows: how many, from the first on: whole chunks of records, and all their values.
+        heaps: with the values of those rows.
+        heads: of each heap the bytes of the chunk that comes next which are those rows' already.
+        staged_rows: rows that have records on the server.
+        staged_heaps: with all values that are there.
+    """
+
+    rows: int
+    heaps: tuple[Heap, ...] = ()
+    heads: tuple[bytes, ...] = ()
+    staged_rows: int = 0
+    staged_heaps: tuple[Heap, ...] = ()
+
+
+def find_arrived(server: Server, manifest: Manifest, rows: int) -> Arrived:
+    """Of the rows that have records, those whose values of variable length are there, too.
+
+    A row's values never end before those of an earlier one, so a few spans tell.
+
+    Args:
+        server: where.
+        manifest: of the write; its heaps are empty.
+        rows: that have records, see `count_rows`.
+    """
+    fields = manifest.schema.varying_fields
+    if not fields or not rows:
+        return Arrived(rows=rows, heaps=manifest.heaps, heads=(b"",) * len(manifest.heaps), staged_rows=rows)
+    staged = [_count_bytes(server, manifest, field) for field in fields]
+    step = math.lcm(*(layout.records_per_chunk for layout in manifest.layouts if layout.stride_bytes))
+    low, high = 0, rows // step
+    ends = [0] * len(fields)
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = [_end_of(server, manifest, field, middle * step - 1) for field in fields]
+        if all(0 <= end <= there for end, there in zip(found, staged, strict=True)):
+            low, ends = middle, found
+        else:
+            high = middle - 1
+    return Arrived(
+        rows=low * step,
+        heaps=_with_bytes(manifest, ends),
+        heads=tuple(_head(server, manifest, field, end) for field, end in zip(fields, ends, strict=True)),
+        staged_rows=rows,
+        staged_heaps=_with_bytes(manifest, staged),
+    )
+
+
+def _with_bytes(manifest: Manifest, nbytes: Sequence[int]) -> tuple[Heap, ...]:
+    return tuple(replace(heap, nbytes=count) for heap, count in zip(manifest.heaps, nbytes, strict=True))
+
+
+def _count_bytes(server: Server, manifest: Manifest, field: Field) -> int:
+    """Bytes of a heap that are on the server, from the first on."""
+    number, heap = manifest.heap_of(field.key)
+    full, rest = count_full(
+        server, lambda chunk: manifest.chunk_key(number, chunk), lambda _: heap.chunk_bytes, _NO_LIMIT
+    )
+    return full * heap.chunk_bytes + min(rest, heap.chunk_bytes)
+
+
+def _end_of(server: Server, manifest: Manifest, field: Field, row: int) -> int:
+    """Where a row's value ends in its heap, as its record says; -1 where that is no span."""
+    group = next(number for number, group in enumerate(manifest.schema.groups) if field in group.fields)
+    layout = manifest.layouts[group]
+    first, record = divmod(row, layout.records_per_chunk)
+
+    def command(client: Any) -> bytes:
+        found = b""
+        for word in range(_SPAN_WORDS):  # a record that is cut into pieces may be cut between them
+            piece, at = divmod(field.offset_bytes + word * _WORD_BYTES, layout.piece_bytes)
+            at += record * layout.stride_bytes
+            found += client.getrange(manifest.chunk_key(group, first * layout.pieces + piece), at, at + _WORD_BYTES - 1)
+        return found
+
+    data = server.call("looking for what has arrived", command, repeats=True)
+    if len(data) != _SPAN_WORDS * _WORD_BYTES or field.varying is None:
+        return -1
+    start, length = np.frombuffer(data, "<i8").tolist()
+    return int(start + max(length, 0) * field.varying.item_bytes)
+
+
+def _head(server: Server, manifest: Manifest, field: Field, end: int) -> bytes:
+    """The bytes before `end` of the chunk that it falls in."""
+    number, heap = manifest.heap_of(field.key)
+    chunk, count = divmod(end, heap.chunk_bytes)
+
+    def command(client: Any) -> bytes:
+        data: bytes = client.getrange(manifest.chunk_key(number, chunk), 0, count - 1) if count else b""
+        return data
+
+    return server.call("reading what has arrived", command, repeats=True)
