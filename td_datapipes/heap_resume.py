@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from td_datapipes.catalog import sweep_chunks, unlink_keys
 from td_datapipes.manifest import Heap, Manifest
 from td_datapipes.schema import Field
 from td_datapipes.staged import count_full
 from td_datapipes.wire.server import Server
 
-__all__ = ["Arrived", "find_arrived"]
+__all__ = ["Arrived", "find_arrived", "forget_rest"]
 
 _SPAN_WORDS = 2
 _WORD_BYTES = 8
@@ -29,15 +29,11 @@ class Arrived:
         rows: how many, from the first on: whole chunks of records, and all their values.
         heaps: with the values of those rows.
         heads: of each heap the bytes of the chunk that comes next which are those rows' already.
-        staged_rows: rows that have records on the server.
-        staged_heaps: with all values that are there.
     """
 
     rows: int
     heaps: tuple[Heap, ...] = ()
     heads: tuple[bytes, ...] = ()
-    staged_rows: int = 0
-    staged_heaps: tuple[Heap, ...] = ()
 
 
 def find_arrived(server: Server, manifest: Manifest, rows: int) -> Arrived:
@@ -52,7 +48,7 @@ def find_arrived(server: Server, manifest: Manifest, rows: int) -> Arrived:
     """
     fields = manifest.schema.varying_fields
     if not fields or not rows:
-        return Arrived(rows=rows, heaps=manifest.heaps, heads=(b"",) * len(manifest.heaps), staged_rows=rows)
+        return Arrived(rows=rows, heaps=manifest.heaps, heads=(b"",) * len(manifest.heaps))
     staged = [_count_bytes(server, manifest, field) for field in fields]
     step = math.lcm(*(layout.records_per_chunk for layout in manifest.layouts if layout.stride_bytes))
     low, high = 0, rows // step
@@ -66,15 +62,32 @@ def find_arrived(server: Server, manifest: Manifest, rows: int) -> Arrived:
             high = middle - 1
     return Arrived(
         rows=low * step,
-        heaps=_with_bytes(manifest, ends),
+        heaps=tuple(replace(heap, nbytes=end) for heap, end in zip(manifest.heaps, ends, strict=True)),
         heads=tuple(_head(server, manifest, field, end) for field, end in zip(fields, ends, strict=True)),
-        staged_rows=rows,
-        staged_heaps=_with_bytes(manifest, staged),
     )
 
 
-def _with_bytes(manifest: Manifest, nbytes: Sequence[int]) -> tuple[Heap, ...]:
-    return tuple(replace(heap, nbytes=count) for heap, count in zip(manifest.heaps, nbytes, strict=True))
+def forget_rest(server: Server, manifest: Manifest, arrived: Arrived) -> None:
+    """Remove what else there is of a write that is taken up.
+
+    Where rows share values, other bytes may be written in its place: a further interruption must not find both.
+
+    Args:
+        server: where.
+        manifest: of the write, which is this process's own by now.
+        arrived: what is gone on with.
+    """
+    if not arrived.heaps:
+        return
+    sweep_chunks(server, replace(manifest, rows=arrived.rows, heaps=arrived.heaps))
+
+    def command(client: Any) -> None:
+        unlink_keys(client, manifest.checksums_keys)
+        for number, (heap, head) in enumerate(zip(arrived.heaps, arrived.heads, strict=True), len(manifest.layouts)):
+            if head:
+                client.set(manifest.chunk_key(number, heap.nbytes // heap.chunk_bytes), head)
+
+    server.call("removing what has not arrived whole", command, repeats=True)
 
 
 def _count_bytes(server: Server, manifest: Manifest, field: Field) -> int:

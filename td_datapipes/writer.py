@@ -42,10 +42,10 @@ from td_datapipes.errors import (
     ValueTooLargeError,
 )
 from td_datapipes.garbage import staged_writes, writer_note
-from td_datapipes.heap_resume import Arrived, find_arrived
+from td_datapipes.heap_resume import Arrived, find_arrived, forget_rest
 from td_datapipes.heap_writer import HeapWriter, new_heaps
 from td_datapipes.integrity import store_checksums
-from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Heap, Manifest
+from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import Schema
 from td_datapipes.server import wait_persisted
@@ -406,7 +406,9 @@ class _Staging:
             if rows and claim(self._server, self._name, write):
                 self.id, self._tags, self._started = write.id, begun.tags, write.started
                 self.first_row, self._rows, self._arrived = rows, rows, arrived
-                return arrived_checksums(self._server, begun, rows)
+                sums = arrived_checksums(self._server, begun, rows)
+                forget_rest(self._server, begun, arrived)
+                return sums
         return None
 
     def add(self, block: RowBlock) -> None:
@@ -481,20 +483,13 @@ class _Staging:
         # A chunk that is on its way when its key is removed would be there again afterwards.
         settled = self._writer.settle()
         with suppress(TDDatapipesError):
-            begun = replace(self._manifest(self._rows_begun, 1), last_checksums=(), heaps=self._heaps_begun)
+            begun = replace(self._manifest(self._rows_begun, 1), last_checksums=())
             chunks = chunk_keys(begun)
             unstage(self._server, self._name, self.id, chunks, forget=settled)
 
     @property
     def _rows_begun(self) -> int:
-        return max([self._arrived.staged_rows, *(group.rows for group in self._groups)])
-
-    @property
-    def _heaps_begun(self) -> tuple[Heap, ...]:
-        """With all values that may be staged, also those that are to be written again."""
-        mine = self._manifest(0, 1).heaps
-        found = self._arrived.staged_heaps or mine
-        return tuple(max(pair, key=lambda heap: heap.nbytes) for pair in zip(mine, found, strict=True))
+        return max((group.rows for group in self._groups), default=0)
 
     def _manifest(self, rows: int, generation: int) -> Manifest:
         return Manifest(

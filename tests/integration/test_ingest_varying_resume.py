@@ -33,6 +33,7 @@ BLOBS = [None if row % 13 == 5 else bytes([row % 256]) * (row * 7 % 90) for row 
 LISTS = [list(range(row, row + row % 9)) for row in range(ROWS)]
 BIG = [b"z" * 1500 if row % 50 == 7 else b"" for row in range(ROWS)]  # one value a few chunks
 RARE = ["rare" if row % 400 == 1 else None for row in range(ROWS)]  # never a full chunk
+PARTS = [f"part {row // 25} " * 8 for row in range(ROWS)]
 TABLE = {
     "id": pa.array(range(ROWS), pa.int64()),
     "text": pa.array(TEXTS, pa.string()),
@@ -252,7 +253,7 @@ def batches() -> Iterator[TensorDict]:
         rows = range(start, start + 25)
         td = TensorDict({"id": torch.tensor(rows)}, [25])
         td["text"] = NonTensorStack(*(TEXTS[row] for row in rows))
-        td["part"] = NonTensorData(f"part {start // 25}", batch_size=[25])
+        td["part"] = NonTensorData(PARTS[start], batch_size=[25])
         yield td
 
 
@@ -263,7 +264,38 @@ def test_an_iterable_that_promises_the_same_rows(server: ServerProcess, first_ro
     with RedisTDDataset(server.url("r")) as dataset:
         found = dataset[:]
     assert found["id"].tolist() == list(range(ROWS))
-    assert (found["text"], found["part"]) == (TEXTS, [f"part {row // 25}" for row in range(ROWS)])
+    assert (found["text"], found["part"]) == (TEXTS, PARTS)
+
+
+def shared_batches() -> Iterator[TensorDict]:
+    """A value that the rows of a batch share fills a chunk; those of `slow` take many rows for that."""
+    for start in range(0, ROWS, 25):
+        td = TensorDict({"id": torch.arange(start, start + 25)}, [25])
+        td["slow"] = NonTensorStack(*(f"{row:03}" for row in range(start, start + 25)))
+        td["part"] = NonTensorData(f"part {start:03} " * 32, batch_size=[25])
+        yield td
+
+
+@pytest.mark.parametrize("chunks", [10, 16, 17, 30])
+def test_what_two_interrupted_writes_sent_is_not_mixed(
+    server: ServerProcess, first_rows: list[int], chunks: int
+) -> None:
+    interrupt(shared_batches(), server.url("r"), 120, same_as="these")
+    host = connect(server.url("r"))
+    (write,) = staged_writes(host, "r")
+    host.close()
+    assert write.manifest is not None
+    server.execute("DEL", write.manifest.chunk_key(write.manifest.heap_of(("slow",))[0], 2))
+    # It goes on within a batch, of which the rest then has its value once more: all behind lies elsewhere.
+    interrupt(shared_batches(), server.url("r"), chunks, same_as="these")
+    manifest = ingest(shared_batches(), server.url("r"), chunk_bytes=CHUNK_BYTES, same_as="these")
+    assert 200 <= first_rows[0] <= 640
+    with RedisTDDataset(server.url("r"), verify=True) as dataset:
+        found = dataset[:]
+    assert found["slow"] == [f"{row:03}" for row in range(ROWS)]
+    assert found["part"] == [f"part {row // 25 * 25:03} " * 32 for row in range(ROWS)]
+    assert verify_dataset(server.url("r")).bad == ()
+    assert data_keys(server) == set(chunk_keys(manifest))
 
 
 def test_an_iterable_whose_first_batch_has_no_value_begins_anew(server: ServerProcess, first_rows: list[int]) -> None:
