@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 import redis
 
 from td_datapipes.catalog import connect
-from td_datapipes.errors import ConfigurationError, ServerTimeoutError, ServerUnavailableError
+from td_datapipes.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ServerError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+)
 from td_datapipes.wire.faults import translate
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
@@ -95,11 +101,25 @@ class Caller:
 
         if len(calls) == 1:
             return [self.run(name, *calls[0], doing, deadline)]
+        if self.until(deadline, self.server.cluster) is not None:
+            return self._one_by_one(name, calls, doing, deadline)
         answers = self.retry(doing, command, deadline)
         return [
             translate(answer, self.server.address, doing) if isinstance(answer, Exception) else answer
             for answer in answers
         ]
+
+    def _one_by_one(
+        self, name: str, calls: Sequence[tuple[Sequence[bytes], Sequence[Any]]], doing: str, deadline: float
+    ) -> list[Any]:
+        """As `run_many`, where scripts cannot be sent together: redis-py refuses to on a cluster."""
+        answers: list[Any] = []
+        for keys, arguments in calls:
+            try:
+                answers.append(self.run(name, keys, arguments, doing, deadline))
+            except (ServerError, AuthenticationError) as error:
+                return [*answers, *[error] * (len(calls) - len(answers))]
+        return answers
 
     def retry(self, doing: str, command: Callable[[redis.Redis], T], deadline: float) -> T:
         """Run commands that may be repeated. Errors as `run`."""

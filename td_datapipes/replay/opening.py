@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from td_datapipes.catalog import discard, find_manifest, publish, stage
@@ -21,7 +22,7 @@ from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.options import Prioritized, RateLimit, Trajectories
 from td_datapipes.replay.ring import Ring, RingOptions, new_ring
 from td_datapipes.schema import Schema
-from td_datapipes.writer import longest_chunk
+from td_datapipes.writer import longest_chunk, shard_tags
 
 __all__ = ["Opener", "Wanted"]
 
@@ -170,6 +171,9 @@ class Opener:
         server, briefly, wanted = self._caller.server, self._caller.briefly, self._wanted
         chunk_bytes = briefly(lambda: longest_chunk(server, wanted.chunk_bytes))
         ring = new_ring(self.name, rows, wanted.options(), chunk_bytes)
+        if ring.stripes > 1:  # a single one lies where its id, which is random, has it lie
+            tags = briefly(lambda: shard_tags(server, ring.manifest.id, ring.stripes))
+            ring = Ring(replace(ring.manifest, tags=tags))
         note = writer_note(ring.manifest, time.time())
         briefly(lambda: stage(server, self.name, ring.manifest.id, note))
         deadline = self._caller.deadline(None)
