@@ -12,7 +12,7 @@ from replay_rows import GAMMA, counted, episode, expected_return
 from servers import ClusterProcess, wait_until
 
 from td_datapipes import RedisReplayBuffer
-from td_datapipes.errors import ConfigurationError
+from td_datapipes.errors import ConfigurationError, ServerNotReadyError
 from td_datapipes.replay import Fifo, NStep, Prioritized, Slices, Trajectories, Uniform
 
 fork = multiprocessing.get_context("fork")
@@ -202,4 +202,36 @@ def test_a_stripe_that_moves_to_another_master_is_followed(cluster: ClusterProce
             assert buffer.sample(50)["a"].min() >= 120
         finally:
             cluster.flush()
+            cluster.migrate_slot(slot, source)
+
+
+@pytest.mark.parametrize("keys_moved", [1, 3, 6])
+def test_rows_are_whole_when_a_slot_was_half_moved(cluster: ClusterProcess, unique_name: str, keys_moved: int) -> None:
+    url = cluster.url(unique_name)
+    with RedisReplayBuffer(url, 200, chunk_bytes=1024, seed=0, timeout_seconds=30) as buffer:
+        index = buffer.extend(counted(0, 200))
+        slot = key_slot(buffer._opener.require().state_key(0))
+        target = next(node for node in cluster.nodes if node is not cluster.owner(slot))
+        source = cluster.begin_move(slot, target)
+        try:
+            cluster.move_keys(slot, source, target, keys_moved)
+            # What reaches for many keys is put off as a whole; what names its keys goes on.
+            with pytest.raises(ServerNotReadyError, match="TRYAGAIN"):
+                buffer.extend(counted(200, 10), timeout_seconds=0.1)
+            with pytest.raises(ServerNotReadyError, match="TRYAGAIN"):
+                buffer.update_priority(index, torch.ones(200), timeout_seconds=0.1)
+            assert_intact(buffer.sample(20))
+            while cluster.move_keys(slot, source, target, 100):
+                pass
+            cluster.end_move(slot, source, target)
+            cluster.wait_agreed()
+            assert (len(buffer), buffer.num_written) == (200, 200)
+            assert buffer.update_priority(index, torch.ones(200)).num_applied == 200
+            buffer.extend(counted(200, 10))
+            got = buffer.sample(200, sampler=Uniform(replacement=False))
+            assert sorted(got["a"].tolist()) == list(range(10, 210))
+            assert_intact(got)
+        finally:
+            cluster.flush()
+            cluster.end_move(slot, source, target)
             cluster.migrate_slot(slot, source)
