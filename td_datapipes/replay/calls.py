@@ -167,7 +167,7 @@ class Caller:
 def _declared(name: str, keys: Sequence[bytes]) -> Sequence[bytes]:
     """The keys that a call names.
 
-    Most scripts reach for more keys of a stripe than they name. While its slot is moving to another master of a cluster,
+    Most scripts reach for more keys of a stripe than they name. While its slot moves to another master of a cluster,
     those may be with the other one: a script would fail in its middle, or take them for missing. A server that is asked
     for several keys one of which is not there answers ``TRYAGAIN`` all that time, so one that never is goes along.
     """

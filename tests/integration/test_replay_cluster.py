@@ -21,7 +21,7 @@ STRIPES = 6
 
 def write_rows(url: str, start: int, rows: int) -> None:
     torch.set_num_threads(1)
-    with RedisReplayBuffer(url, 1200, stripes=STRIPES, chunk_bytes=1024) as buffer:
+    with RedisReplayBuffer(url, 2400, stripes=STRIPES, chunk_bytes=1024) as buffer:
         for at in range(start, start + rows, 20):
             buffer.extend(counted(at, 20))
 
