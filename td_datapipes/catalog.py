@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "confirm_chunks",
     "confirm_published",
     "connect",
+    "discard",
     "drop",
     "find_manifest",
     "list_names",
@@ -135,6 +136,41 @@ def unstage(server: Server, name: str, staged_id: str, keys: Iterable[bytes], *,
             client.hdel(staged_key(name), staged_id)
 
     server.call(f"taking back what was staged of {name!r}", command, repeats=True)
+
+
+def discard(server: Server, manifest: Manifest, staged_id: str, *, forget: bool = True) -> int:
+    """Take back a write whose manifest names all its keys, as that of a replay buffer does, and was not published.
+
+    What is published under its name, or was and is superseded since, stays: a restore writes to a buffer that is there.
+
+    Args:
+        server: where.
+        manifest: what would have been published.
+        staged_id: the write's own id; off the list first, so that nobody can publish it any more.
+        forget: False leaves it on the list: more may yet come of it, which is then collected.
+
+    Returns:
+        How many chunks were removed.
+    """
+    name = manifest.name
+    if forget:
+        unstage(server, name, staged_id, ())
+    if (current := find_manifest(server, name)) is not None and current.id == manifest.id:
+        return 0
+
+    def command(client: Any) -> int:
+        labels = client.hkeys(superseded_key(name))
+        if any(label.split(b" ")[0] == manifest.id.encode() for label in labels):
+            return 0
+        unlink_keys(client, _keys_beside_chunks(manifest))
+        return unlink_keys(client, chunk_keys(manifest))
+
+    return server.call(f"taking back what was staged of {name!r}", command, repeats=True)
+
+
+def _keys_beside_chunks(manifest: Manifest) -> list[bytes]:
+    """What a generation keeps on the server beside its chunks."""
+    return [*manifest.fence_keys, *manifest.ring_keys]
 
 
 def publish(server: Server, manifest: Manifest, found: Manifest | None, staged_id: str) -> None:
@@ -260,7 +296,7 @@ def collect(server: Server, name: str, older_than_seconds: float = SUPERSEDED_SE
                 continue
             old = Manifest.from_json(text)
             if current is None or old.id != current.id:
-                unlink_keys(client, chain(chunk_keys(old), old.fence_keys))
+                unlink_keys(client, chain(chunk_keys(old), _keys_beside_chunks(old)))
             client.hdel(superseded_key(name), label)
             removed += 1
         return removed
@@ -278,7 +314,7 @@ def drop(server: Server, name: str) -> None:
 
     def command(client: redis.Redis) -> None:
         client.delete(manifest_key(name))
-        unlink_keys(client, chain(chunk_keys(manifest), manifest.fence_keys, manifest.ring_keys))
+        unlink_keys(client, chain(chunk_keys(manifest), _keys_beside_chunks(manifest)))
         unlink_keys(client, [appender_key(name), appends_key(name)])
 
     server.call(f"removing {name!r}", command, repeats=True)
@@ -354,13 +390,10 @@ def chunk_keys(manifest: Manifest) -> Iterator[bytes]:
         yield manifest.structure_key
 
 
-def unlink_keys(client: redis.Redis, keys: Iterable[bytes]) -> None:
-    """Remove keys, many at a time; the server frees their memory behind the scenes."""
-    batch: list[bytes] = []
-    for key in keys:
-        batch.append(key)
-        if len(batch) == _KEYS_PER_UNLINK:
-            client.unlink(*batch)
-            batch.clear()
-    if batch:
-        client.unlink(*batch)
+def unlink_keys(client: Any, keys: Iterable[bytes]) -> int:
+    """Remove keys, many at a time; the server frees their memory behind the scenes. Says how many there were."""
+    removed = 0
+    rest = iter(keys)
+    while batch := list(islice(rest, _KEYS_PER_UNLINK)):
+        removed += client.unlink(*batch)
+    return removed

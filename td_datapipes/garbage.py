@@ -15,6 +15,7 @@ from td_datapipes.catalog import (
     APPEND_PREFIX,
     SUPERSEDED_SECONDS,
     collect,
+    discard,
     find_manifest,
     sweep_appends,
     sweep_chunks,
@@ -136,6 +137,8 @@ def collect_garbage(server: Server, name: str, older_than_seconds: float = SUPER
         if write.appends:
             if not _sweep_in_turn(server, name, current):
                 continue  # somebody appends now: what the other left is swept by that one
+        elif write.manifest.kind == "ring":
+            chunks += discard(server, write.manifest, write.id)
         else:
             # Off the list first: should the writer be alive after all, it can no longer publish.
             unstage(server, name, write.id, ())

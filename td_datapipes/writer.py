@@ -68,6 +68,7 @@ __all__ = [
     "iterate_batches",
     "longest_chunk",
     "persist",
+    "shard_tags",
     "string_limit",
     "write_dataset",
     "write_rows",
@@ -300,8 +301,8 @@ def string_limit(server: Server) -> int:
     return server.call("asking for proto-max-bulk-len", command, repeats=True)
 
 
-def _choose_tags(server: Server, prefix: str, shards: int | None) -> tuple[str, ...]:
-    """A hash tag for each shard."""
+def shard_tags(server: Server, prefix: str, shards: int | None) -> tuple[str, ...]:
+    """A hash tag for each shard; on a cluster they cover the masters evenly."""
     cluster = server.cluster()
     if cluster is None:
         return tuple(f"{prefix}.{shard}" for shard in range(shards or 1))
@@ -370,7 +371,7 @@ class _Staging:
         if earlier is None:
             # Unguessable and new, so that no two writers and no two generations share a chunk's key.
             self.id = secrets.token_hex(5)
-            self._tags = _choose_tags(server, self.id, shards)
+            self._tags = shard_tags(server, self.id, shards)
         self._writer = ChunkWriter(server, IN_FLIGHT)
         start = self._manifest(0, 1)
         self._groups = [

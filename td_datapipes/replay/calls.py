@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 import redis
 
 from td_datapipes.catalog import connect
-from td_datapipes.errors import ConfigurationError, ServerTimeoutError, ServerUnavailableError
+from td_datapipes.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ServerError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+)
 from td_datapipes.wire.faults import translate
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
@@ -22,6 +28,8 @@ __all__ = ["Caller"]
 T = TypeVar("T")
 ATTEMPT_SECONDS = 10.0
 _FEW = 5
+_REACHING = frozenset({"replay_extend", "replay_pick", "replay_priorities", "replay_set"})
+"""Scripts that reach for keys they do not name."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
 
@@ -57,7 +65,7 @@ class Caller:
             ServerTimeoutError, ServerUnavailableError: no answer by the deadline.
             ServerFullError, AuthenticationError, ServerError: the server refused; at once.
         """
-        script = load_script(name)
+        script, keys = load_script(name), _declared(name, keys)
 
         def command(client: redis.Redis) -> Any:
             try:
@@ -86,6 +94,7 @@ class Caller:
         def command(client: redis.Redis) -> list[Any]:
             pipeline = client.pipeline(transaction=False)
             for keys, arguments in calls:
+                keys = _declared(name, keys)
                 pipeline.evalsha(script.sha, len(keys), *keys, *arguments)
             answers: list[Any] = pipeline.execute(raise_on_error=False)
             if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
@@ -95,11 +104,25 @@ class Caller:
 
         if len(calls) == 1:
             return [self.run(name, *calls[0], doing, deadline)]
+        if self.until(deadline, self.server.cluster) is not None:
+            return self._one_by_one(name, calls, doing, deadline)
         answers = self.retry(doing, command, deadline)
         return [
             translate(answer, self.server.address, doing) if isinstance(answer, Exception) else answer
             for answer in answers
         ]
+
+    def _one_by_one(
+        self, name: str, calls: Sequence[tuple[Sequence[bytes], Sequence[Any]]], doing: str, deadline: float
+    ) -> list[Any]:
+        """As `run_many`, where scripts cannot be sent together: redis-py refuses to on a cluster."""
+        answers: list[Any] = []
+        for keys, arguments in calls:
+            try:
+                answers.append(self.run(name, keys, arguments, doing, deadline))
+            except (ServerError, AuthenticationError) as error:
+                return [*answers, *[error] * (len(calls) - len(answers))]
+        return answers
 
     def retry(self, doing: str, command: Callable[[redis.Redis], T], deadline: float) -> T:
         """Run commands that may be repeated. Errors as `run`."""
@@ -139,3 +162,15 @@ class Caller:
     def first_pause(self) -> float:
         """How long to sleep the first time."""
         return _FIRST_PAUSE_SECONDS
+
+
+def _declared(name: str, keys: Sequence[bytes]) -> Sequence[bytes]:
+    """The keys that a call names.
+
+    Most scripts reach for more keys of a stripe than they name. While its slot moves to another master of a cluster,
+    those may be with the other one: a script would fail in its middle, or take them for missing. A server that is asked
+    for several keys one of which is not there answers ``TRYAGAIN`` all that time, so one that never is goes along.
+    """
+    if name not in _REACHING:
+        return keys
+    return [*keys, keys[0][: keys[0].index(b"}:") + 2] + b"never"]

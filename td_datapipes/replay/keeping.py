@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import io
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
-from td_datapipes.catalog import find_manifest, load_manifest, publish, stage, unstage
-from td_datapipes.errors import ConfigurationError, DatasetExistsError, StateError
+from td_datapipes.catalog import discard, find_manifest, load_manifest, publish, stage, unstage
+from td_datapipes.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    DatasetExistsError,
+    InterruptedWriteError,
+    ServerError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    StateError,
+    TDDatapipesError,
+)
+from td_datapipes.garbage import writer_note
 from td_datapipes.manifest import Manifest, encode_name
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.options import NStep, Sampler
@@ -184,7 +195,20 @@ def _staged_id(target: Ring) -> str:
 
 def _copy_under(caller: Caller, source: Ring, target: Ring, *, frozen: bool) -> None:
     """Copy all stripes. The write stays staged until the copy is published, or is said to be over."""
-    stage(caller.server, target.manifest.name, _staged_id(target), json.dumps({"started": time.time()}))
+    note = writer_note(target.manifest, time.time())
+    stage(caller.server, target.manifest.name, _staged_id(target), note)
+    try:
+        _copy_stripes(caller, source, target, frozen=frozen)
+    except BaseException as error:
+        # A call that was not answered may yet be carried out: what it makes is found by the note.
+        known = isinstance(error, TDDatapipesError)
+        unanswered = not known or isinstance(error, ServerTimeoutError | ServerUnavailableError)
+        with suppress(TDDatapipesError):
+            discard(caller.server, target.manifest, _staged_id(target), forget=not unanswered)
+        raise
+
+
+def _copy_stripes(caller: Caller, source: Ring, target: Ring, *, frozen: bool) -> None:
     deadline = caller.deadline(None)
     for stripe in range(source.stripes):
         keys = [source.state_key(stripe), target.state_key(stripe)]
@@ -193,11 +217,15 @@ def _copy_under(caller: Caller, source: Ring, target: Ring, *, frozen: bool) -> 
         doing = f"copying {source.manifest.name!r} to {target.manifest.name!r}"
         answer = caller.run("replay_copy", keys, [int(frozen)], doing, deadline)
         if answer[0] == b"GONE":
-            unstage(caller.server, target.manifest.name, _staged_id(target), ())
             raise ConfigurationError(f"{source.manifest.name!r} is gone from {caller.server.address}")
 
 
 def _publish(caller: Caller, ring: Ring, found: Manifest | None) -> None:
     persist(caller.server)
-    publish(caller.server, ring.manifest, found, _staged_id(ring))
+    try:
+        publish(caller.server, ring.manifest, found, _staged_id(ring))
+    except (DatasetExistsError, InterruptedWriteError, ServerError, AuthenticationError):
+        with suppress(TDDatapipesError):
+            discard(caller.server, ring.manifest, _staged_id(ring))
+        raise
     persist(caller.server)

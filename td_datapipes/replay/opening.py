@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
-from td_datapipes.catalog import find_manifest, publish, stage, unstage
+from td_datapipes.catalog import discard, find_manifest, publish, stage
 from td_datapipes.errors import (
     ConfigurationError,
     DataLossError,
     DatasetExistsError,
+    InterruptedWriteError,
     NotEnoughRowsError,
     RateLimitError,
     SchemaError,
 )
+from td_datapipes.garbage import writer_note
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.options import Prioritized, RateLimit, Trajectories
 from td_datapipes.replay.ring import Ring, RingOptions, new_ring
 from td_datapipes.schema import Schema
-from td_datapipes.writer import longest_chunk
+from td_datapipes.writer import longest_chunk, shard_tags
 
 __all__ = ["Opener", "Wanted"]
 
@@ -171,12 +171,14 @@ class Opener:
         server, briefly, wanted = self._caller.server, self._caller.briefly, self._wanted
         chunk_bytes = briefly(lambda: longest_chunk(server, wanted.chunk_bytes))
         ring = new_ring(self.name, rows, wanted.options(), chunk_bytes)
-        note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": ring.manifest.tags}
-        briefly(lambda: stage(server, self.name, ring.manifest.id, json.dumps(note)))
-        states = [ring.state_key(stripe) for stripe in range(ring.stripes)]
+        if ring.stripes > 1:  # a single one lies where its id, which is random, has it lie
+            tags = briefly(lambda: shard_tags(server, ring.manifest.id, ring.stripes))
+            ring = Ring(replace(ring.manifest, tags=tags))
+        note = writer_note(ring.manifest, time.time())
+        briefly(lambda: stage(server, self.name, ring.manifest.id, note))
         deadline = self._caller.deadline(None)
-        for stripe, key in enumerate(states):
-            fields = [part for pair in ring.state(stripe).items() for part in pair]
+        for stripe in range(ring.stripes):
+            fields, key = [part for pair in ring.state(stripe).items() for part in pair], ring.state_key(stripe)
             self._caller.run("replay_create", [key], fields, f"making buffer {self.name!r}", deadline)
         try:
             briefly(lambda: publish(server, ring.manifest, None, ring.manifest.id))
@@ -185,8 +187,11 @@ class Opener:
             if found is None:
                 raise
             if found.manifest.id != ring.manifest.id:
-                briefly(lambda: unstage(server, self.name, ring.manifest.id, states))
+                briefly(lambda: discard(server, ring.manifest, ring.manifest.id))
             return found
+        except InterruptedWriteError:  # collected meanwhile: what was made since then goes too
+            briefly(lambda: discard(server, ring.manifest, ring.manifest.id))
+            raise
         self._ring = ring
         return ring
 

@@ -175,10 +175,9 @@ class Picker:
             DataLossError: the buffer is gone, or rows of it are.
         """
         found = []
-        for stripe in range(ring.stripes):
-            doing = f"looking at {self._opener.name!r}"
-            command = partial(_read_state, key=ring.state_key(stripe))
-            cursor, incarnation = self._caller.retry(doing, command, deadline)
+        command = partial(_read_states, keys=[ring.state_key(stripe) for stripe in range(ring.stripes)])
+        answers = self._caller.retry(f"looking at {self._opener.name!r}", command, deadline)
+        for stripe, (cursor, incarnation) in enumerate(answers):
             if cursor is None:
                 raise self._opener.gone(ring)
             self._opener.observe(ring, stripe, int(cursor), int(incarnation))
@@ -192,8 +191,14 @@ class Picker:
         return self._weights[key]
 
 
-def _read_state(client: redis.Redis, *, key: bytes) -> Any:
-    return client.hmget(key, ["cursor", "incarnation"])
+def _read_states(client: redis.Redis, *, keys: list[bytes]) -> list[Any]:
+    names = ["cursor", "incarnation"]
+    if len(keys) == 1:
+        return [client.hmget(keys[0], names)]
+    with client.pipeline(transaction=False) as pipeline:
+        for key in keys:
+            pipeline.hmget(key, names)
+        return list(pipeline.execute())
 
 
 class _Call:
