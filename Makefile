@@ -18,7 +18,8 @@ demo: $(VENV)/demo.stamp ## train a small model straight out of an embedded serv
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/dev.stamp servers ## run all tests; PYTEST_ARGS adds arguments
-	$(RUN) pytest --numprocesses=3 --dist=loadfile $(PYTEST_ARGS)
+	$(RUN) pytest --numprocesses=3 --dist=loadfile $(PYTEST_ARGS) || { echo "what failed beside others, once more alone:"; \
+		$(RUN) pytest --last-failed --last-failed-no-failures=none $(PYTEST_ARGS); }
 	@$(MAKE) rl
 
 rl: $(RL)/rl.stamp servers ## run what torchrl promises of storages, against torchrl in an environment of its own

@@ -122,7 +122,12 @@ def translate(error: Exception, address: str, doing: str) -> TDDatapipesError:
             return AuthenticationError(
                 f"TLS with {address} failed while {doing}: {text}; give the authority with ?ssl_ca_certs=FILE"
             )
-        return ServerUnavailableError(f"no server answers at {address} while {doing}: {text}; is it running there?")
+        # One that misses a client's certificate just hangs up, and what is noticed of that depends on the moment.
+        certificate = ", and does it ask for a certificate (?ssl_certfile=FILE&ssl_keyfile=FILE)"
+        sealed = address.startswith("rediss:")
+        return ServerUnavailableError(
+            f"no server answers at {address} while {doing}: {text}; is it running there{certificate if sealed else ''}?"
+        )
     if isinstance(error, rex.ResponseError):
         return error_from_text(text, address, doing)
     if isinstance(error, TypeError):
