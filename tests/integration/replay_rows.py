@@ -1,13 +1,14 @@
-"""Rows for tests of replay buffers, from which anybody can tell where they belong."""
+"""For tests of replay buffers: rows from which anybody can tell where they belong, and processes that write them."""
 
 from __future__ import annotations
 
+import multiprocessing.process
 from collections.abc import Iterable
 
 import torch
 from tensordict import TensorDict
 
-__all__ = ["GAMMA", "counted", "episode", "expected_return"]
+__all__ = ["GAMMA", "counted", "episode", "expected_return", "run_all"]
 
 GAMMA = 0.5
 
@@ -38,3 +39,12 @@ def episode(number: int, steps: int) -> TensorDict:
 def expected_return(rewards: Iterable[float]) -> float:
     """The discounted sum, written out."""
     return sum(reward * GAMMA**power for power, reward in enumerate(rewards))
+
+
+def run_all(*processes: multiprocessing.process.BaseProcess) -> None:
+    """Start them together, and wait until all have ended well."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * len(processes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from redis.crc import key_slot
-from replay_rows import GAMMA, counted, episode, expected_return
+from replay_rows import GAMMA, counted, episode, expected_return, run_all
 from servers import ClusterProcess, wait_until
 
 from td_datapipes import RedisReplayBuffer
@@ -24,14 +24,6 @@ def write_rows(url: str, start: int, rows: int) -> None:
     with RedisReplayBuffer(url, 2400, stripes=STRIPES, chunk_bytes=1024) as buffer:
         for at in range(start, start + rows, 20):
             buffer.extend(counted(at, 20))
-
-
-def run_all(*processes: multiprocessing.process.BaseProcess) -> None:
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
 def masters_of(cluster: ClusterProcess, buffer: RedisReplayBuffer) -> set[int]:

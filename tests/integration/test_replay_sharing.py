@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from replay_rows import counted, episode
+from replay_rows import counted, episode, run_all
 from servers import ServerProcess, wait_until
 
 from td_datapipes import RedisReplayBuffer
@@ -27,14 +27,6 @@ def write_rows(url: str, start: int, rows: int, step: int) -> None:
     with RedisReplayBuffer(url, 1000, chunk_bytes=512) as buffer:
         for at in range(start, start + rows, step):
             buffer.extend(counted(at, min(step, start + rows - at)))
-
-
-def run_all(*processes: multiprocessing.process.BaseProcess) -> None:
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
 def test_each_row_of_four_writing_processes_is_stored_once(server: ServerProcess, unique_name: str) -> None:
