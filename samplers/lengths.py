@@ -201,7 +201,7 @@ class _LengthBatches:
 
     def draw(self, first: int, stop: int) -> tuple[Rows, ...]:
         """Rows of the batches ``first`` to ``stop``."""
-        positions = np.concatenate([self.share.positions(batch)[0] for batch in range(first, stop)])
+        positions = np.concatenate(self.share.positions_of(first, stop))
         if self.epoch is not None:
             positions = self._order.permute(positions)
         return tuple(self.buckets.batch(number, self.epoch) for number in positions.tolist())

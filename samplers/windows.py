@@ -64,7 +64,7 @@ class OrderedBatches:
 
     def draw(self, first: int, stop: int) -> tuple[Rows, ...]:
         """Rows of the batches ``first`` to ``stop``."""
-        positions = [self.share.positions(batch)[0] for batch in range(first, stop)]
+        positions = self.share.positions_of(first, stop)
         found = self.order.permute(np.concatenate(positions))
         rows = found if self.expand is None else self.expand(found)
         edges = np.cumsum([len(part) for part in positions])[:-1] * self.rows_each

@@ -394,6 +394,13 @@ class Share:
         mine = np.arange(span.start + part.start, span.start + part.stop)
         return (np.concatenate([mine, self.padding(padded)]) if padded else mine), padded
 
+    def positions_of(self, first: int, stop: int) -> list[Rows]:
+        """This rank's positions of each of the batches ``first`` to ``stop``, padding included."""
+        full = np.arange(first, max(min(stop, self.num_full), first))
+        begins = self.start + self.rank * self.batch_size + full * self.global_batch_rows
+        rest = range(first + len(full), stop)
+        return [*(begins[:, None] + np.arange(self.batch_size)), *(self.positions(batch)[0] for batch in rest)]
+
     def padding(self, count: int) -> Rows:
         """The positions that ``count`` padding rows repeat."""
         return np.arange(count) % self.length

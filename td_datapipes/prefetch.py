@@ -171,11 +171,11 @@ class _ReadAhead:
                 self._wanted.append(batch)
                 self._changed.notify_all()
                 try:
-                    self._wait(lambda: batch.ready is not None or batch.failed, deadline)
+                    self._wait(lambda: batch.make is not None or batch.failed, deadline)
                 finally:
                     self._wanted.remove(batch)
             self.stats.wait_seconds += time.monotonic() - began
-            if batch is None or batch.ready is None:
+            if batch is None or batch.make is None:
                 if self._timed_out is not None:
                     error, self._timed_out = self._timed_out, None
                     raise error
@@ -184,7 +184,7 @@ class _ReadAhead:
             self._hand_over(batch)
             self.stats.rows += len(rows)
             self.stats.batches += 1
-            return batch.ready
+        return batch.make()
 
     def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
         self._changed.wait_for(lambda: condition() or self._closed, deadline - time.monotonic())
@@ -329,8 +329,9 @@ class _ReadAhead:
             if self._round != seen:
                 return
             window.batches = list(batches)
+            soon = not (self._outstanding_bytes or self._unstarted)
             self._changed.notify_all()
-        groups = group_reads(self._reader, batches, self._limit_bytes // 2)
+        groups = group_reads(self._reader, batches, self._limit_bytes // 2, soon=soon)
         with self._changed:
             if self._round == seen:
                 self._unstarted.extend(groups)
@@ -363,7 +364,7 @@ class _ReadAhead:
         job = group.job
         if job is not None and job.unfinished:
             deadline = time.monotonic() + self._reader.server.timeout_seconds
-            self._plans.step(deadline, f"reading ahead {group.plan.num_rows} rows of {self._reader.name!r}")
+            self._plans.step(deadline, f"reading ahead {group.num_rows} rows of {self._reader.name!r}")
         if (job is None or not job.unfinished) and not (self._reader.has_varying and group.wants_values):
             with self._changed:
                 if self._round != seen:

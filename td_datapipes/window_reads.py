@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from tensordict import TensorDict
@@ -18,6 +19,9 @@ from td_datapipes.wire.reader import ReadJob
 
 __all__ = ["BatchRead", "ReadGroup", "group_reads"]
 
+_READ_BYTES = 5 << 18
+"""Small batches are read so many bytes at once: what a read costs besides its bytes is then little of it."""
+
 
 @dataclass(eq=False)
 class BatchRead:
@@ -27,7 +31,7 @@ class BatchRead:
         ordinal: which batch of the epoch.
         rows: its rows, in order, ``[n]``.
         nbytes: what it counts for while it is on its way.
-        ready: the batch, once its bytes are there.
+        make: gives the batch, once its bytes are there. Who takes it makes it: the thread that reads has enough to do.
         counted: whether its bytes are counted.
         handed_over: whether it is the consumer's (or nobody's) by now.
         failed: it will not become ready.
@@ -36,7 +40,7 @@ class BatchRead:
     ordinal: int
     rows: Rows
     nbytes: int
-    ready: TensorDict | None = None
+    make: Callable[[], TensorDict] | None = None
     counted: bool = False
     handed_over: bool = False
     failed: bool = False
@@ -44,20 +48,20 @@ class BatchRead:
 
 @dataclass(eq=False)
 class ReadGroup:
-    """Batches that one plan reads: a scattered one by itself, or those of a window whose rows lie close together.
+    """Batches that one plan reads: a scattered one by itself, or some of a window whose rows lie close together.
 
-    A window is read as if it were one batch of all its rows, so every row is moved once, from a buffer that is still
+    They are read as if they were one batch of all their rows, so every row is moved once, from a buffer that is still
     in the processor's cache to its place in the right batch; the batches are slices of what was read.
 
     Attributes:
         batches: in the order they will be asked for.
-        plan: reads the rows of all of them, one batch behind the other.
+        plan: reads the rows of all of them, one batch behind the other; made when it is started, where it is not given.
 
     Where fields are of variable length, a second round reads their values when the first has said where they are.
     """
 
     batches: list[BatchRead]
-    plan: ReadPlan
+    plan: ReadPlan | None = None
     job: ReadJob | ClusterJob | None = field(default=None, init=False)
     _sink: BatchSink | None = field(default=None, init=False)
     _whole: TensorDict | None = field(default=None, init=False)
@@ -68,10 +72,16 @@ class ReadGroup:
         """What its batches count for."""
         return sum(batch.nbytes for batch in self.batches)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all its batches."""
+        return sum(len(batch.rows) for batch in self.batches)
+
     def start(self, plans: ClusterPlanReader, reader: RowReader) -> None:
         """Send the requests, as far as the limit on bytes in flight lets it."""
-        self.job = plans.start(self.plan)
-        self._sink, self._whole = reader.new_batch(self.plan)
+        plan = self.plan or reader.plan(_rows_of(self.batches))
+        self.job = plans.start(plan)
+        self._sink, self._whole = reader.new_batch(plan)
         self.job.sink = self._sink
 
     @property
@@ -83,7 +93,7 @@ class ReadGroup:
         """Ask for the values of the fields of variable length."""
         if self._sink is None:
             raise RuntimeError("values are asked for after the rows were read")
-        rows = np.concatenate([batch.rows for batch in self.batches])
+        rows = _rows_of(self.batches)
         sizes = [len(batch.rows) for batch in self.batches]
         self._values, plan = reader.new_values(self._sink, rows, sizes)
         self.job = plans.start(plan)
@@ -100,40 +110,76 @@ class ReadGroup:
         start = 0
         for number, batch in enumerate(self.batches):
             stop = start + len(batch.rows)
-            alone = len(self.batches) == 1
-            made = self._whole if alone else reader.slice_batch(self._sink, start, stop)
-            batch.ready = made if self._values is None else self._values.add_to(made, number)
+            make = partial(reader.slice_batch, self._sink, start, stop)
+            if len(self.batches) == 1:
+                make = partial(_same, self._whole)
+            # Values are looked at on the way, and are each batch's own memory.
+            batch.make = make if self._values is None else partial(_same, self._values.add_to(make(), number))
             start = stop
         self._sink = self._whole = self._values = self.job = None  # the memory is the batches' alone from here on
 
 
-def group_reads(reader: RowReader, batches: list[BatchRead], max_bytes: int) -> list[ReadGroup]:
+def group_reads(reader: RowReader, batches: list[BatchRead], max_bytes: int, *, soon: bool) -> list[ReadGroup]:
     """How announced batches are read.
 
     Args:
         reader: plans.
         batches: in the order they will be asked for.
         max_bytes: of batches that are read together.
+        soon: nothing else is there or on its way, so the first ones are waited for.
     """
     groups: list[ReadGroup] = []
     for part in _parts(batches, max_bytes):
-        plan = reader.plan_together(np.concatenate([batch.rows for batch in part])) if len(part) > 1 else None
-        # The batches of a window are of a kind: two of them show what reading one by one would take.
-        if plan is not None and _saves(reader, plan, [reader.plan(part[at].rows) for at in (0, -1)], len(part)):
-            groups.append(ReadGroup(part, plan))
-        else:
-            groups += [ReadGroup([batch], reader.plan(batch.rows)) for batch in part]
+        units = _units(reader, part, soon=soon and part[0] is batches[0])
+        together = _together(reader, part, units)
+        groups += [ReadGroup(unit) for unit in units] if together is None else [ReadGroup(part, together)]
     return groups
 
 
-def _saves(reader: RowReader, together: ReadPlan, some: list[ReadPlan], num_batches: int) -> bool:
-    """Whether a common plan takes clearly less time: else the first batch is sooner there, and memory sooner free."""
+def _units(reader: RowReader, part: list[BatchRead], *, soon: bool) -> list[list[BatchRead]]:
+    """What is read at once if not all is: each batch, or some small ones whose rows lie close together."""
+    few = next(_parts(part, _READ_BYTES))
+    if len(few) > 1 and reader.plan(_rows_of(few)).strategy == "covering" and not reader.options.atomic:
+        return list(_few(part, soon=soon))
+    return [[batch] for batch in part]
 
-    def seconds(plan: ReadPlan) -> float:
+
+def _together(reader: RowReader, part: list[BatchRead], units: list[list[BatchRead]]) -> ReadPlan | None:
+    """A common plan if it takes clearly less time: else the first batch is sooner there, and memory sooner free."""
+
+    def seconds(num_ranges: int, num_bytes: int) -> float:
         # Without the round trips, which are hidden.
-        return reader.costs.cost.seconds(plan.num_ranges, plan.num_bytes) - reader.costs.cost.round_trip_seconds
+        return reader.costs.cost.seconds(num_ranges, num_bytes) - reader.costs.cost.round_trip_seconds
 
-    return 10 * seconds(together) < 9 * sum(map(seconds, some)) * num_batches / len(some)
+    if len(units) < 2:
+        return None
+    # The batches of a window are of a kind: two units of them show what all take.
+    some = [reader.plan(_rows_of(unit)) for unit in units[-2:]]
+    num_rows = sum(len(batch.rows) for batch in part)
+    apart = sum(seconds(plan.num_ranges, plan.num_bytes) for plan in some) * num_rows
+    apart /= max(sum(plan.num_rows for plan in some), 1)
+    # A common plan takes longer to make than what it saves of long rows.
+    if 10 * seconds(1, num_rows * reader.spec.row_bytes) >= 9 * apart:
+        return None
+    plan = reader.plan_together(_rows_of(part))
+    return None if plan is None or 10 * seconds(plan.num_ranges, plan.num_bytes) >= 9 * apart else plan
+
+
+def _few(batches: list[BatchRead], *, soon: bool) -> Iterator[list[BatchRead]]:
+    """Small batches that are read at once: if they are waited for one, then two, then four."""
+    done, count = 0, 1
+    while soon and done < len(batches) and count * batches[done].nbytes < _READ_BYTES:
+        yield batches[done : done + count]
+        done, count = done + count, 2 * count
+    yield from _parts(batches[done:], _READ_BYTES)
+
+
+def _same(batch: TensorDict) -> TensorDict:
+    return batch
+
+
+def _rows_of(batches: list[BatchRead]) -> Rows:
+    return batches[0].rows if len(batches) == 1 else np.concatenate([batch.rows for batch in batches])
 
 
 def _parts(batches: list[BatchRead], max_bytes: int) -> Iterator[list[BatchRead]]:

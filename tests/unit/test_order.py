@@ -240,6 +240,11 @@ class TestShare:
                 for rank in range(world_size)
             ]
             assert len({share.num_batches for share in shares}) == 1
+            for share in shares:
+                alone = [share.positions(batch)[0].tolist() for batch in range(share.num_batches)]
+                for first in range(share.num_batches + 1):
+                    at_once = share.positions_of(first, share.num_batches)
+                    assert [positions.tolist() for positions in at_once] == alone[first:]
             seen: list[int] = []
             for batch in range(shares[0].num_batches):
                 parts = [share.positions(batch) for share in shares]
