@@ -11,8 +11,9 @@ plan does not deliver one record a row in order (repeats, covering ranges), reco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -25,9 +26,12 @@ from td_datapipes.read_spec import Copy, Output, ReadSpec, Rows
 from td_datapipes.schema import ALIGNMENT_BYTES, Key
 from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab, Spacing
 
-__all__ = ["BatchSink", "ContiguousBatch", "StridedBatch", "make_sink"]
+__all__ = ["BatchSink", "ContiguousBatch", "Place", "StridedBatch", "make_sink"]
 
 Bytes = npt.NDArray[np.uint8]
+
+Place = tuple[int, memoryview]
+"""Where in a reply stream bytes start that go elsewhere, and where they go."""
 
 _NUMPY_DTYPES = {
     torch.bool: np.dtype(np.bool_),
@@ -40,7 +44,7 @@ _NUMPY_DTYPES = {
 """The common dtypes that numpy has too: a tensor of them is made in one step."""
 
 _LONG_BYTES = 4096
-"""Fields of a row at least so long are received where they belong; shorter ones are cheaper to copy."""
+"""What is at least so long is received where it belongs; shorter fields are cheaper to copy."""
 
 _RUN_BYTES = 16 * 1024
 """Runs that are longer on average are moved one by one; shorter ones cost less to gather all at once."""
@@ -60,11 +64,11 @@ class BatchSink(Protocol):
     def target(self, slab: Slab) -> Bytes | None:
         """The stretch of the batch's own memory that the slab's reply stream is received into; None for staging."""
 
-    def places(self, run: RunSlab) -> list[memoryview] | None:
-        """Where the range of a run may be received piece by piece, uncopied; None where that does not pay."""
+    def places(self, slab: Slab) -> list[Place] | None:
+        """Stretches of the reply stream that may be received where they belong, in order; None where none pays."""
 
-    def placed(self, run: RunSlab) -> None:
-        """The run's bytes are in the places that were given for it."""
+    def placed(self, slab: Slab, stream: Bytes) -> None:
+        """The slab has arrived whole: `stream` is its reply stream, but for the bytes that are in their places."""
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """The slab has arrived whole: `stream` is its reply stream, checked. It may be overwritten afterwards."""
@@ -95,7 +99,6 @@ class ContiguousBatch:
         self.tensors: dict[Key, torch.Tensor] = {}
         self._spec = spec
         self._memories: list[Bytes] = []
-        self._direct: _DirectFields | None = None
         for output in spec.outputs:
             made = _pinned_field(num_rows, output) if pin_memory else _new_field(num_rows, output, pool)
             self.tensors[output.key], memory = made
@@ -111,34 +114,52 @@ class ContiguousBatch:
     def target(self, slab: Slab) -> None:
         """Always staging."""
 
-    def places(self, run: RunSlab) -> list[memoryview] | None:
-        """Long fields where they belong; what lies between them aside, for `placed` to copy."""
-        if run.only is not None:
-            return self._one_field(run)
-        if self._direct is None:
-            self._direct = _DirectFields.of(self._spec, self._memories)
-        return self._direct.places(run) if self._direct.worthwhile else None
+    def places(self, slab: Slab) -> list[Place] | None:
+        """Long fields where they belong, if most of the slab is long fields of rows that are wanted once."""
+        if slab.sources is not None:
+            return None
+        long = [copy for copy, _ in self._copies_of(slab) if self._is_placed(copy, slab)]
+        if 4 * len(slab.rows) * sum(copy.nbytes for copy in long) < 3 * slab.stream_bytes:
+            return None
+        found = [place for copy in long for place in self._places_of(copy, slab)]
+        return found if len(long) == 1 else sorted(found, key=itemgetter(0))
 
-    def placed(self, run: RunSlab) -> None:
+    def placed(self, slab: Slab, stream: Bytes) -> None:
         """Copy the short fields."""
-        if run.only is None and self._direct is not None:
-            self._direct.placed(run)
+        for copy, rows in self._copies_of(slab):
+            if not self._is_placed(copy, slab):
+                _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the slab's rows out, field by field."""
-        only = slab.only if isinstance(slab, RunSlab) else None
-        for copy, rows in self._copies:
-            if only is None or copy.segment == only:
-                _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
+        for copy, rows in self._copies_of(slab):
+            _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
 
-    def _one_field(self, run: RunSlab) -> list[memoryview] | None:
-        """The stretch of a field that a run of nothing else fills, where there is nothing between its rows."""
-        copies = [copy for copy in self._spec.copies if copy.segment == run.only]
-        nbytes = self._spec.outputs[copies[0].output].nbytes
-        if len(copies) != 1 or copies[0].nbytes != nbytes or nbytes != run.row_step_bytes:
-            return None
-        start = run.positions.start * nbytes
-        return [self._memories[copies[0].output].data[start : start + run.length]]
+    def _copies_of(self, slab: Slab) -> Iterator[tuple[Copy, npt.NDArray[np.void]]]:
+        only = slab.only if isinstance(slab, RunSlab) else None
+        return (pair for pair in self._copies if only is None or pair[0].segment == only)
+
+    def _is_placed(self, copy: Copy, slab: Slab) -> bool:
+        return copy.nbytes >= _LONG_BYTES or self._is_one_stretch(copy, slab)
+
+    def _is_one_stretch(self, copy: Copy, slab: Slab) -> bool:
+        """Whether rows follow each other in the field as they do in the reply stream, with nothing in between."""
+        if not isinstance(slab, RunSlab):
+            return False
+        return self._spec.outputs[copy.output].nbytes == copy.nbytes == slab.row_step_bytes
+
+    def _places_of(self, copy: Copy, slab: Slab) -> Iterable[Place]:
+        memory, step = self._memories[copy.output].data, self._spec.outputs[copy.output].nbytes
+        offsets, positions = slab.segment_offsets(copy.segment), slab.positions
+        if isinstance(offsets, Spacing):
+            starts: Iterable[int] = count(first := offsets.first + copy.segment_start, offsets.step)
+            if isinstance(positions, slice) and self._is_one_stretch(copy, slab):
+                return [(first, memory[positions.start * step : positions.stop * step])]
+        else:
+            starts = (offsets + copy.segment_start).tolist()
+        rows = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
+        targets = (rows * step + copy.output_start).tolist()
+        return [(start, memory[at : at + copy.nbytes]) for start, at in zip(starts, targets, strict=False)]
 
     def seal(self) -> None:
         """Nothing is left to do."""
@@ -188,14 +209,14 @@ class StridedBatch:
         start = self._base + slab.positions.start * self._period
         return self._bytes[start : start + slab.stream_bytes]
 
-    def places(self, run: RunSlab) -> list[memoryview] | None:
+    def places(self, slab: Slab) -> list[Place] | None:
         """A run of records is a stretch of the batch."""
-        if not self._runs:
+        if not self._runs or not isinstance(slab, RunSlab):
             return None
-        start = run.positions.start * self._period
-        return [self._bytes.data[start : start + run.length]]
+        start = slab.positions.start * self._period
+        return [(slab.header_bytes, self._bytes.data[start : start + slab.length])]
 
-    def placed(self, run: RunSlab) -> None:
+    def placed(self, slab: Slab, stream: Bytes) -> None:
         """They are where they belong."""
 
     def take(self, slab: Slab, stream: Bytes) -> None:
@@ -235,94 +256,6 @@ class StridedBatch:
         size = output.dtype.itemsize
         offset = self._segments[copy.segment] + copy.segment_start
         return copy.nbytes == output.nbytes and offset % size == 0 and self._period % size == 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DirectFields:
-    """Splits the bytes of adjacent records into long fields, received in place, and the rest, received aside.
-
-    Attributes:
-        spec: what each row is.
-        long: copies whose fields are received in place, with the fields' memory, in the order of the record.
-        short: the other copies, and where each lies in a row's rest.
-        low: where a row's bytes start in the record.
-        stride_bytes: from record to record.
-        rest_bytes: bytes of a record that are in no long field.
-        aside: the rest of each run, by its first position.
-    """
-
-    spec: ReadSpec
-    long: tuple[tuple[int, Copy, Bytes], ...]
-    short: tuple[tuple[int, Copy, Bytes], ...]
-    low: int
-    stride_bytes: int
-    rest_bytes: int
-    aside: dict[int, Bytes]
-
-    @classmethod
-    def of(cls, spec: ReadSpec, memories: Sequence[Bytes]) -> _DirectFields:
-        """For the fields of a batch whose memory that is."""
-        low = spec.segments[0].start_bytes
-        placed = sorted(
-            (spec.segments[copy.segment].start_bytes - low + copy.segment_start, copy.output, copy)
-            for copy in spec.copies
-        )
-        stride_bytes = spec.layouts[spec.segments[0].group].stride_bytes
-        long, short, passed = [], [], 0
-        for at, output, copy in placed:
-            if copy.nbytes >= _LONG_BYTES:
-                long.append((at, copy, memories[output]))
-                passed += copy.nbytes
-            else:
-                short.append((at - passed, copy, memories[output]))
-        return cls(
-            spec=spec,
-            long=tuple(long),
-            short=tuple(short),
-            low=low,
-            stride_bytes=stride_bytes,
-            rest_bytes=stride_bytes - passed,
-            aside={},
-        )
-
-    @property
-    def worthwhile(self) -> bool:
-        """Whether most bytes are in long fields."""
-        return bool(self.long) and 4 * self.rest_bytes <= self.stride_bytes
-
-    def places(self, run: RunSlab) -> list[memoryview]:
-        """The run's bytes piece by piece, long fields and what lies between them in turn."""
-        first, count = run.positions.start, len(run.rows)
-        if not self.rest_bytes and len(self.long) == 1:  # rows follow each other in the field as they do in the chunk
-            nbytes = self.stride_bytes
-            return [self.long[0][2].data[first * nbytes : (first + count) * nbytes]]
-        rest = np.empty(count * self.rest_bytes, dtype=np.uint8)
-        self.aside[first] = rest
-        aside, pieces, taken, left = rest.data, [], 0, run.length
-        fields = [(at, copy, memory.data, self.spec.outputs[copy.output].nbytes) for at, copy, memory in self.long]
-        at_now = 0  # of the run's bytes
-        for row in range(count):
-            for at, copy, memory, step in fields:
-                gap = row * self.stride_bytes + at - at_now
-                if gap:
-                    pieces.append(aside[taken : taken + gap])
-                    taken += gap
-                place = (first + row) * step + copy.output_start
-                pieces.append(memory[place : place + copy.nbytes])
-                at_now += gap + copy.nbytes
-        if left > at_now:
-            pieces.append(aside[taken : taken + left - at_now])
-        return pieces
-
-    def placed(self, run: RunSlab) -> None:
-        """Copy the short fields out of what was received aside."""
-        rest = self.aside.pop(run.positions.start, None)
-        if rest is None:
-            return
-        for at, copy, memory in self.short:
-            rows = _items(memory, copy.nbytes, copy.output_start, self.spec.outputs[copy.output].nbytes)
-            found = np.ndarray((len(run.rows),), rows.dtype, rest, at, (self.rest_bytes,))
-            rows[run.positions] = found
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

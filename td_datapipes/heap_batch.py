@@ -20,7 +20,7 @@ from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
 from td_datapipes.read_spec import Rows
 from td_datapipes.schema import Field, Key, dtype_name, format_key
-from td_datapipes.slabs import RunSlab, Slab
+from td_datapipes.slabs import Slab
 from td_datapipes.varying import NULL, Varying, decode_texts
 
 __all__ = ["Ragged", "RaggedOptions", "Strings", "ValuesBatch", "join_batches"]
@@ -162,11 +162,11 @@ class ValuesBatch:
     def target(self, slab: Slab) -> None:
         """Always staging."""
 
-    def places(self, run: RunSlab) -> None:
-        """There are no runs of records."""
+    def places(self, slab: Slab) -> None:
+        """Always staging."""
 
-    def placed(self, run: RunSlab) -> None:
-        """There are no runs of records."""
+    def placed(self, slab: Slab, stream: Bytes) -> None:
+        """Nothing has places."""
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the values where they belong."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from td_datapipes.assemble import BatchSink
+from td_datapipes.assemble import BatchSink, Place
 from td_datapipes.errors import ChecksumError
 from td_datapipes.manifest import Manifest
 from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, frame_headers
@@ -90,7 +90,7 @@ class VerifyingSink:
     def __init__(self, sink: BatchSink, checks: ChunkChecks) -> None:
         self._sink, self._checks = sink, checks
         self._begun: dict[tuple[int, int], tuple[int, int]] = {}
-        self.placed: Callable[[RunSlab], None] = sink.placed
+        self.placed: Callable[[Slab, Bytes], None] = sink.placed
         self.seal: Callable[[], None] = sink.seal
 
     @property
@@ -102,9 +102,11 @@ class VerifyingSink:
         """Where the sink wants the slab's stream."""
         return self._sink.target(slab)
 
-    def places(self, run: RunSlab) -> list[memoryview] | None:
-        """None for whole chunks: they are looked at in one stretch."""
-        return None if self._is_whole(run) else self._sink.places(run)
+    def places(self, slab: Slab) -> list[Place] | None:
+        """None for whole chunks, and for ranges that may be: they are looked at in one stretch."""
+        if isinstance(slab, CoveringSlab) or (isinstance(slab, RunSlab) and self._is_whole(slab)):
+            return None
+        return self._sink.places(slab)
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Compare what is whole, then pass it on."""

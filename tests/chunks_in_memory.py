@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rows_in_memory import bytes_of
 from tensordict import TensorDictBase
 
-from td_datapipes.assemble import make_sink
+from td_datapipes.assemble import Place, make_sink
 from td_datapipes.layouts import FieldPart, Layout, RecordsLayout, TensorDictStoreLayout, build_read_spec
 from td_datapipes.layouts.tensordict_store import StoredLeaf, describe_store
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
@@ -17,7 +18,7 @@ from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec
 from td_datapipes.schema import Group, Key, Schema, schema_of
-from td_datapipes.slabs import ColumnSlab, RunSlab, Slab
+from td_datapipes.slabs import ColumnSlab, Slab
 
 __all__ = ["ChunksInMemory", "StoreInMemory"]
 
@@ -131,22 +132,22 @@ class ChunksInMemory:
             plan: from `plan_read`.
             spec: what it reads of a row.
             strided: the kind of batch.
-            scatters: receive runs of rows piece by piece where the sink asks for it.
+            scatters: receive piece by piece where the sink asks for it.
         """
         sink = make_sink(plan, spec, MemoryPool(), strided=strided, pin_memory=False)
         staging = np.empty(max((slab.stream_bytes for slab in plan.slabs), default=0), dtype=np.uint8)
         for slab in plan.slabs:
             reply = np.frombuffer(self.reply(plan, slab), dtype=np.uint8)
             assert len(reply) == slab.stream_bytes, "the plan expects another length than the server answers"
-            places = sink.places(slab) if scatters and isinstance(slab, RunSlab) else None
-            if places is not None and isinstance(slab, RunSlab):
-                _fill(places, memoryview(self.values_of(slab)[0]))
-                sink.placed(slab)
-                continue
             own = sink.target(slab)
             target = staging[: slab.stream_bytes] if own is None else own
+            places = sink.places(slab) if scatters and own is None else None
             target[:] = reply
-            sink.take(slab, target)
+            if places is None:
+                sink.take(slab, target)
+            else:
+                _fill(places, target)
+                sink.placed(slab, target)
             staging[:] = 0xA5
         sink.seal()
         return sink.tensors
@@ -169,9 +170,11 @@ class StoreInMemory(ChunksInMemory):
         self.values = {(number, 0): bytes_of(td.get(group.fields[0].key)) for number, group in groups}
 
 
-def _fill(places: Sequence[memoryview], value: memoryview) -> None:
-    at = 0
-    for place in places:
-        place[:] = value[at : at + len(place)]
-        at += len(place)
-    assert at == len(value), "the places hold another number of bytes than the range"
+def _fill(places: Sequence[Place], stream: npt.NDArray[np.uint8]) -> None:
+    """Move what has places there, and leave something else in the stream."""
+    behind = 0
+    for start, place in places:
+        assert start >= behind, "places are in the order of the stream and do not overlap"
+        behind = start + len(place)
+        place[:] = stream[start:behind].data
+        stream[start:behind] = 0x5A

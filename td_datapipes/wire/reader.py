@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from td_datapipes.assemble import BatchSink
+from td_datapipes.assemble import BatchSink, Place
 from td_datapipes.errors import ProtocolError, ServerUnavailableError
 from td_datapipes.plan import ReadPlan
 from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab
@@ -92,11 +92,23 @@ class _Staging:
 
 
 class _Places:
-    """The places a run is received into: header and last CRLF aside, all else where the sink wants it."""
+    """The places a reply stream is received into: what the sink wants elsewhere there, the rest where it would be.
 
-    def __init__(self, run: RunSlab, places: list[memoryview]) -> None:
-        self._header = b"$%d\r\n" % run.length
-        self._parts = [memoryview(bytearray(len(self._header))), *places, memoryview(bytearray(2))]
+    Args:
+        stream: memory for the stream; what goes elsewhere leaves gaps.
+        places: what goes elsewhere.
+    """
+
+    def __init__(self, stream: memoryview, places: list[Place]) -> None:
+        self._stream, self._places = stream, places
+        self._parts: list[memoryview] = []
+        at = 0
+        for start, place in places:
+            if start > at:
+                self._parts.append(stream[at:start])
+            self._parts.append(place)
+            at = start + len(place)
+        self._parts.append(stream[at:])
         self._ends = list(accumulate(map(len, self._parts)))
 
     def target(self, got: int) -> list[memoryview]:
@@ -105,15 +117,11 @@ class _Places:
         begun = len(self._parts[index]) - (self._ends[index] - got)
         return [self._parts[index][begun:], *self._parts[index + 1 : index + _MAX_PLACES]]
 
-    def framed(self, got: int) -> bool:
-        """Whether header and last CRLF are right, as far as they are there."""
-        if bytes(self._parts[0][:got]) != self._header[:got]:
-            return False
-        return got < self._ends[-1] or bytes(self._parts[-1]) == b"\r\n"
-
-    def stream(self, got: int) -> bytes:
-        """The first `got` bytes as they came."""
-        return b"".join(self._parts)[:got]
+    def fill(self, got: int) -> None:
+        """Put into the gaps of the stream what of its first `got` bytes went elsewhere."""
+        for start, place in self._places:
+            count = min(len(place), max(got - start, 0))
+            self._stream[start : start + count] = place[:count]
 
 
 class _SlabExchange:
@@ -136,7 +144,7 @@ class _SlabExchange:
     def target(self) -> memoryview | list[memoryview]:
         if self._parser is not None:
             return self._parser.target()
-        if self._stream is None and self._places is None:
+        if self._stream is None:
             self._begin()
         if self._got < self.nbytes:
             return self._view[self._got :] if self._places is None else self._places.target(self._got)
@@ -150,14 +158,13 @@ class _SlabExchange:
     def _begin(self) -> None:
         if not hasattr(self.job, "sink"):
             raise ServerUnavailableError("an earlier read on this connection was given up before its reply came")
-        if self._scatters and isinstance(self._slab, RunSlab):
-            places = self.job.sink.places(self._slab)
-            if places is not None:
-                self._places = _Places(self._slab, places)
-                return
         own = self.job.sink.target(self._slab)
         self._stream = self._staging.stretch(self.nbytes) if own is None else own
         self._view = self._stream.data
+        places = self.job.sink.places(self._slab) if own is None and self._scatters else None
+        if places is not None:
+            self._places = _Places(self._view, places)
+            return
         evenly = isinstance(self._slab, RunSlab | PeriodicSlab) and self._slab.sources is None
         self._in_parts = own is None and evenly
 
@@ -181,14 +188,14 @@ class _SlabExchange:
 
     def _take_rest(self) -> None:
         if self._places is not None:
-            self.job.sink.placed(cast(RunSlab, self._slab))
+            self.job.sink.placed(self._slab, self._stream)  # type: ignore[arg-type]
         elif self._taken_rows:
             self._take_part()
         else:
             self.job.sink.take(self._slab, self._stream)  # type: ignore[arg-type]
 
     def stalled(self) -> None:
-        if self._check is None and self._places is None:
+        if self._check is None:
             self._check = stream_check(self._slab)  # now, while there is nothing else to do
         if self._parser is None and self._got:
             if not self._framed():
@@ -197,8 +204,6 @@ class _SlabExchange:
                 self._take_part()
 
     def _framed(self) -> bool:
-        if self._places is not None:
-            return self._places.framed(self._got)
         if self._check is None:
             self._check = stream_check(self._slab)
         return self._check.matches(self._stream, self._got)  # type: ignore[arg-type]
@@ -206,8 +211,9 @@ class _SlabExchange:
     def _parse_singly(self) -> _FaultFinder:
         """Not what was asked for: read on reply by reply until it is known what came instead."""
         self._parser = _FaultFinder(self._number, self._slab)
-        came = self._view[: self._got] if self._places is None else self._places.stream(self._got)
-        self._parser.feed(came)
+        if self._places is not None:
+            self._places.fill(self._got)
+        self._parser.feed(self._view[: self._got])
         return self._parser
 
 

@@ -274,17 +274,22 @@ def test_without_room_to_spare_a_wire_length_is_what_was_asked_for() -> None:
     assert [wire_length(n, 30) for n in (104, 105, 985, 9)] == [104, 120, 1015, 25]
 
 
-@pytest.fixture(scope="module")
-def kilobytes() -> ReadSpec:
-    """What is read of 100,000 rows of 1 KiB in chunks of 4 MiB."""
-    layout = ChunkLayout.for_stride(1024, 4 << 20, 1 << 14)
+def rows_of_bytes(nbytes: int) -> ReadSpec:
+    """What is read of rows of one field of so many bytes, in chunks of 4 MiB."""
+    layout = ChunkLayout.for_stride(nbytes, 4 << 20, 1 << 14)
     return ReadSpec(
-        segments=(Segment(group=0, piece=0, start_bytes=0, stop_bytes=1024),),
-        copies=(Copy(output=0, output_start=0, segment=0, segment_start=0, nbytes=1024),),
-        outputs=(Output(key=("x",), dtype=torch.uint8, shape=(1024,), nbytes=1024),),
+        segments=(Segment(group=0, piece=0, start_bytes=0, stop_bytes=nbytes),),
+        copies=(Copy(output=0, output_start=0, segment=0, segment_start=0, nbytes=nbytes),),
+        outputs=(Output(key=("x",), dtype=torch.uint8, shape=(nbytes,), nbytes=nbytes),),
         layouts=(layout,),
         spare_bytes=SPARE_BYTES,
     )
+
+
+@pytest.fixture(scope="module")
+def kilobytes() -> ReadSpec:
+    """What is read of rows of 1 KiB."""
+    return rows_of_bytes(1024)
 
 
 def test_two_distant_rows_of_100k_cost_two_short_ranges(kilobytes: ReadSpec) -> None:
@@ -382,6 +387,15 @@ def test_auto_covers_neighbours_and_asks_for_scattered_rows_one_by_one(kilobytes
     for strategy, cases in choose.items():
         for rows in cases:
             assert plan_read(rows, kilobytes, ReadCost(), strategy="auto", slab_bytes=1 << 20).strategy == strategy
+
+
+def test_auto_covers_neighbours_only_where_a_range_costs_much_beside_its_bytes() -> None:
+    rows = np.random.default_rng(0).permutation(200)[:100]  # about half of them have their next one among them
+    strategies = [
+        plan_read(rows, rows_of_bytes(length), ReadCost(), strategy="auto", slab_bytes=1 << 20).strategy
+        for length in (256, 4096, 32_768)
+    ]
+    assert strategies == ["covering", "covering", "pipelined"]
 
 
 def test_fields_without_bytes_are_planned_without_a_range() -> None:

@@ -31,10 +31,13 @@ PLAIN = ChunksInMemory(TD.select("c").apply(lambda field: field[:, :6000]), chun
 """Its stride is the length of its one field: rows lie in a chunk as in the batch."""
 
 IN_ORDER, FROM_WITHIN, SCATTERED = list(range(ROWS)), list(range(3, 66)), [*range(0, ROWS, 2), 69, 1]
+MIXED_UP = [int(row) for row in np.random.default_rng(2).permutation(ROWS)]
 CASES: list[tuple[list[int], Strategy]] = [
     (IN_ORDER, "covering"),
     (FROM_WITHIN, "auto"),
     (SCATTERED, "pipelined"),
+    (MIXED_UP, "covering"),
+    (MIXED_UP[:40], "covering"),
     (IN_ORDER, "pipelined"),
     ([*IN_ORDER, 5], "covering"),
     (IN_ORDER, "lua"),
