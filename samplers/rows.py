@@ -126,7 +126,7 @@ class RowIterator(PositionIterator[int]):
     def num_padded(self) -> int:
         """How many rows at the end of this pass are repeats, so that all ranks get as many: 0 or 1."""
         share = self._sampler._share(self.position)
-        return share.positions(share.num_batches - 1)[1] if share.num_batches else 0
+        return share.padded(share.num_batches - 1) if share.num_batches else 0
 
 
 class RowDealer:

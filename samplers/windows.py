@@ -72,7 +72,7 @@ class OrderedBatches:
 
     def padded(self, batch: int) -> int:
         """How many rows at the end of a batch are padding."""
-        return self.share.positions(batch)[1] * self.rows_each
+        return self.share.padded(batch) * self.rows_each
 
 
 class _DrawOnce:

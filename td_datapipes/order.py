@@ -394,6 +394,10 @@ class Share:
         mine = np.arange(span.start + part.start, span.start + part.stop)
         return (np.concatenate([mine, self.padding(padded)]) if padded else mine), padded
 
+    def padded(self, batch: int) -> int:
+        """How many of this rank's positions of a batch are padding."""
+        return 0 if batch < self.num_full else self.part(len(self.span(batch)))[1]
+
     def positions_of(self, first: int, stop: int) -> list[Rows]:
         """This rank's positions of each of the batches ``first`` to ``stop``, padding included."""
         full = np.arange(first, max(min(stop, self.num_full), first))

@@ -167,9 +167,9 @@ class _ReadAhead:
         deadline = began + self._reader.server.timeout_seconds + 1
         with self._changed:
             batch = self._expected(announced, rows, deadline) or self._expected_anew(announced, rows, deadline)
-            if batch is not None:
+            if batch is not None and batch.make is None:
                 self._wanted.append(batch)
-                self._changed.notify_all()
+                self._wake()
                 try:
                     self._wait(lambda: batch.make is not None or batch.failed, deadline)
                 finally:
@@ -185,6 +185,11 @@ class _ReadAhead:
             self.stats.rows += len(rows)
             self.stats.batches += 1
         return batch.make()
+
+    def _wake(self) -> None:
+        """Tell the thread, if there is something to do: woken for nothing, it takes the interpreter from the consumer."""
+        if self._has_work():
+            self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
         self._changed.wait_for(lambda: condition() or self._closed, deadline - time.monotonic())
@@ -240,7 +245,7 @@ class _ReadAhead:
         for window in self._windows.values():
             if window.batches and batch in window.batches:
                 window.batches.remove(batch)
-        self._changed.notify_all()
+        self._wake()
 
     def _forget(self) -> None:
         """Start over: what is on its way is not what is asked for, or cannot be had."""

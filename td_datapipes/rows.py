@@ -35,7 +35,7 @@ def resolve_index(index: Any, num_rows: int, name: str) -> tuple[Rows, tuple[int
         rows = np.nonzero(array)[0]
         return rows, rows.shape
     rows = array.reshape(-1).astype(np.int64, copy=False)
-    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= num_rows):
+    if len(rows) and int(rows.view(np.uint64).max()) >= num_rows:  # a negative one is larger than any row then
         rows = _wrap_negative(rows, num_rows, name)
     return rows, array.shape
 

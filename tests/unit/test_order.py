@@ -242,6 +242,8 @@ class TestShare:
             assert len({share.num_batches for share in shares}) == 1
             for share in shares:
                 alone = [share.positions(batch)[0].tolist() for batch in range(share.num_batches)]
+                padded = [share.positions(batch)[1] for batch in range(share.num_batches)]
+                assert [share.padded(batch) for batch in range(share.num_batches)] == padded
                 for first in range(share.num_batches + 1):
                     at_once = share.positions_of(first, share.num_batches)
                     assert [positions.tolist() for positions in at_once] == alone[first:]
