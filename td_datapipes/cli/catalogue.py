@@ -331,8 +331,7 @@ def verify(
 
 def _print_verification(found: Verification) -> None:
     for bad in found.bad:
-        rows = f"rows {bad.first_row:,} to {bad.stop_row - 1:,}"
-        screen().print(f"{bad.problem}: chunk {bad.key}, {rows}", markup=False, soft_wrap=True)
+        screen().print(f"{bad.problem}: chunk {bad.key}, {bad.holds}", markup=False, soft_wrap=True)
     how = "compared with checksums" if found.compared else "there and of the right length; it has no checksums"
     what = f"{found.manifest.name}: {found.chunks:,} chunks, {format_bytes(found.nbytes)}"
     screen().print(f"{what} {how}, {len(found.bad):,} of them bad", markup=False)

@@ -47,6 +47,7 @@ LAYERS = (
     "upstream",
     "extras",
     "progress",
+    "heap_spans",
     "integrity",
     "staged",
     "heap_writer",
