@@ -30,6 +30,7 @@ from td_datapipes.integrity import ShardShare, Verification, shard_shares, verif
 from td_datapipes.manifest import Manifest
 from td_datapipes.schema import Field, dtype_name
 from td_datapipes.staged import is_abandoned, names_in_use, superseded_generations
+from td_datapipes.store_garbage import collect_stores, staged_stores
 from td_datapipes.wire.server import Server
 
 __all__ = ["register"]
@@ -293,6 +294,9 @@ def gc(
             writes += [(name, write) for write in staged_writes(server, name) if write.interrupted(seconds)]
             if not dry_run:
                 collect_garbage(server, name, seconds)
+        writes += [(name, write) for name, write in staged_stores(server) if write.interrupted(seconds)]
+        if not dry_run:
+            collect_stores(server, seconds)
     if as_json:
         staged = [{"name": name, **_staged(write)} for name, write in writes]
         print_json({"dry_run": dry_run, "generations": generations, "staged": staged})

@@ -44,6 +44,7 @@ LAYERS = (
     "wire",
     "catalog",
     "garbage",
+    "store_garbage",
     "upstream",
     "extras",
     "progress",
