@@ -173,7 +173,7 @@ class _Append:
         if rows == manifest.rows and not complete:
             self._undo()
             return manifest
-        last = tuple(group.last_checksum for group in self._groups)
+        last = (*(group.last_checksum for group in self._groups), *self._heaps.last_checksums)
         last_checksums = None if manifest.last_checksums is None else last
         published = manifest.with_rows(rows, complete=complete, last_checksums=last_checksums, heap_bytes=heap_bytes)
         try:
@@ -206,7 +206,7 @@ class _Append:
             GroupChunks(manifest, number, self._put, manifest.rows, begun[number])
             for number in range(len(schema.groups))
         ]
-        heaps = HeapWriter(manifest, self._put)
+        self._heaps = heaps = HeapWriter(manifest, self._put)
         rows = manifest.rows
         for block in blocks:
             found = block.schema_like(schema)
@@ -225,6 +225,8 @@ class _Append:
             if manifest.last_checksums is not None:
                 store_checksums(self._server, manifest, number, group.first_chunk, group.checksums)
         heaps.flush()
+        for number, first, sums in heaps.checksums if manifest.last_checksums is not None else ():
+            store_checksums(self._server, manifest, number, first, sums)
         return rows, heaps.nbytes
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:

@@ -360,9 +360,7 @@ def sweep_chunks(server: Server, manifest: Manifest) -> int:
 
 def _sweep(client: Any, manifest: Manifest) -> int:
     removed = 0
-    counts = [layout.num_chunks(manifest.rows) for layout in manifest.layouts]
-    counts += [heap.num_chunks for heap in manifest.heaps]
-    for group, first in enumerate(counts):
+    for group, first in enumerate(manifest.chunk_counts):
         # Chunks are written in order, so the first run of missing ones is behind the last.
         while found := client.unlink(
             *(manifest.chunk_key(group, chunk) for chunk in range(first, first + _CHUNKS_PER_SWEEP))
@@ -370,7 +368,7 @@ def _sweep(client: Any, manifest: Manifest) -> int:
             removed += found
             first += _CHUNKS_PER_SWEEP
     if not manifest.rows:
-        for group in range(len(manifest.layouts)):
+        for group in range(len(manifest.chunk_counts)):
             client.unlink(manifest.checksums_key(group))
     return removed
 

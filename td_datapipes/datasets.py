@@ -62,8 +62,8 @@ class RedisTDDataset(Dataset[TensorDict]):
         read_from: ``replica`` reads from a replica of each master of a cluster (or of the sentinels' master) where
             there is one. Rows of a frozen generation are the same there; what a replica lacks or cannot serve is read
             from its master. What is written in place may be older there.
-        verify: compare every chunk that is read whole (adjacent rows, all fields) with its checksum. Reads of single
-            rows see no whole chunk; `verify_dataset` looks at all of them.
+        verify: compare every chunk that is read whole (adjacent rows, all fields; of a field of variable length, all
+            values in it) with its checksum. Reads of single rows see no whole chunk; `verify_dataset` looks at all.
         retry: how often and how long what failed is tried again; by default as the URL's ``retry_...`` options say.
         ragged: tensors of variable length become ``jagged`` nested tensors, or are padded to the longest row of the
             batch (``pad``), with a bool mask of what is no padding beside them: that of ``tokens`` is ``tokens_mask``.

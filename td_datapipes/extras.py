@@ -372,22 +372,25 @@ def per_row_values(values: Sequence[Any], batch_shape: Sequence[int]) -> NonTens
     return NonTensorStack(*(NonTensorData(value, batch_size=list(batch_shape)) for value in values), stack_dim=0)
 
 
-def write_values(server: Server, manifest: Manifest, values: Mapping[Key, tuple[bool, Any]]) -> tuple[Value, ...]:
+def write_values(
+    server: Server, manifest: Manifest, values: Mapping[Key, tuple[bool, Any]], labels: Sequence[str] = ()
+) -> tuple[Value, ...]:
     """Write non-tensor values beside a manifest's chunks, under labels of their own; give what to put into it.
 
     Args:
         server: where.
         manifest: says where.
         values: by key, whether each row has a value of its own, and these or else the one value.
+        labels: for each; by default new ones.
     """
-    made = []
+    names = labels or [secrets.token_hex(5) for _ in values]
+    made = [Value(key=key, per_row=values[key][0], label=label) for key, label in zip(values, names, strict=True)]
 
     def command(client: redis.Redis) -> None:
         pipe: Any = client.pipeline(transaction=False)
-        for key, (per_row, value) in values.items():
-            made.append(Value(key=key, per_row=per_row, label=secrets.token_hex(5)))
-            where = manifest.value_key(made[-1])
-            if per_row:
+        for one in made:
+            where, value = manifest.value_key(one), values[one.key][1]
+            if one.per_row:
                 for start in range(0, len(value), _VALUES_PER_COMMAND):
                     part = value[start : start + _VALUES_PER_COMMAND]
                     texts = {str(row): json.dumps(item) for row, item in enumerate(part, start)}

@@ -19,16 +19,27 @@ from td_datapipes.catalog import (
     find_manifest,
     sweep_appends,
     sweep_chunks,
+    unlink_keys,
     unstage,
 )
 from td_datapipes.errors import SchemaError
-from td_datapipes.manifest import Manifest, appender_key, appends_key, staged_key
+from td_datapipes.manifest import Manifest, appender_key, appends_key, encode_name, staged_key, superseded_key
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 
-__all__ = ["Collected", "StagedWrite", "collect_garbage", "process_is_gone", "staged_writes", "writer_note"]
+__all__ = [
+    "Collected",
+    "StagedWrite",
+    "collect_garbage",
+    "parse_notes",
+    "process_is_gone",
+    "staged_writes",
+    "writer_note",
+]
 
 _TURN_SECONDS = 10.0
+_CHUNKS = 256
+"""Removed at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +105,11 @@ def writer_note(manifest: Manifest, started: float, fingerprint: str | None = No
 def staged_writes(server: Server, name: str) -> list[StagedWrite]:
     """The writes of a name that have begun and are not published, the oldest first."""
     notes = server.call(f"looking for writes of {name!r}", lambda c: c.hgetall(staged_key(name)), repeats=True)
-    return sorted(_parsed(notes), key=lambda write: write.started)
+    return sorted(parse_notes(notes), key=lambda write: write.started)
 
 
-def _parsed(notes: Any) -> Iterator[StagedWrite]:
+def parse_notes(notes: Any) -> Iterator[StagedWrite]:
+    """The writes that a hash of notes tells of; what is no note is passed over."""
     for staged_id, text in notes.items():
         try:
             note = json.loads(text)
@@ -132,7 +144,14 @@ def collect_garbage(server: Server, name: str, older_than_seconds: float = SUPER
     current = find_manifest(server, name)
     writes = chunks = 0
     for write in staged_writes(server, name):
-        if write.manifest is None or not write.interrupted(older_than_seconds):
+        if not write.interrupted(older_than_seconds):
+            continue
+        if write.manifest is None:
+            entries = _entries(name, write)
+            if entries is None:
+                continue
+            chunks += _remove_entries(server, name, write.id, entries)
+            writes += 1
             continue
         if write.appends:
             if not _sweep_in_turn(server, name, current):
@@ -146,6 +165,49 @@ def collect_garbage(server: Server, name: str, older_than_seconds: float = SUPER
                 chunks += sweep_chunks(server, write.manifest)
         writes += 1
     return Collected(generations=generations, writes=writes, chunks=chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entries:
+    """What a `RedisTensorDict` staged: labels of groups and of non-tensor values, and its data set's id."""
+
+    id: str
+    groups: list[str]
+    values: list[str]
+
+
+def _entries(name: str, write: StagedWrite) -> _Entries | None:
+    """What a note without a manifest tells of; None where it is of another kind."""
+    note = json.loads(write.note)
+    if note.get("tags") != [encode_name(name)] or "structure" not in note:
+        return None
+    return _Entries(id=str(note["structure"]), groups=list(map(str, note["labels"])), values=list(note["values"]))
+
+
+def _remove_entries(server: Server, name: str, staged_id: str, entries: _Entries) -> int:
+    """Remove what a `RedisTensorDict` staged and did not publish; how many chunks that were."""
+    # Off the list first: should the writer be alive after all, it can no longer publish.
+    unstage(server, name, staged_id, ())
+    current = find_manifest(server, name)
+    # What is published has been taken off the list in the same step; looked at all the same.
+    used = set() if current is None else {*(current.labels or ()), *(value.label for value in current.values)}
+    prefix = b"td:{%s}:" % encode_name(name).encode()
+
+    def command(client: Any) -> int:
+        removed = 0
+        for label in set(entries.groups) - used:
+            first = 0
+            while found := unlink_keys(
+                client, (b"%s%s:%08x" % (prefix, label.encode(), chunk) for chunk in range(first, first + _CHUNKS))
+            ):
+                removed, first = removed + found, first + _CHUNKS
+        unlink_keys(client, (b"%s%s:json" % (prefix, label.encode()) for label in set(entries.values) - used))
+        ids = {label.split(b" ")[0].decode() for label in client.hkeys(superseded_key(name))}
+        if entries.id not in ids and (current is None or current.id != entries.id):
+            client.unlink(b"%s%s:structure" % (prefix, entries.id.encode()))
+        return removed
+
+    return server.call(f"removing what an interrupted write of {name!r} left", command, repeats=True)
 
 
 def _sweep_in_turn(server: Server, name: str, current: Manifest | None) -> bool:

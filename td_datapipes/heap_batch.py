@@ -22,6 +22,7 @@ from td_datapipes.read_spec import Rows
 from td_datapipes.schema import Field, Key, dtype_name, format_key
 from td_datapipes.slabs import Slab
 from td_datapipes.varying import NULL, Varying, decode_texts
+from td_datapipes.verified import HeapChecks
 
 __all__ = ["Ragged", "RaggedOptions", "Strings", "ValuesBatch", "join_batches"]
 
@@ -107,6 +108,7 @@ class ValuesBatch:
         options: what to make of them.
         pool: gives memory.
         pin_memory: make page-locked tensors.
+        checks: compares chunks that are read whole with their checksums; None compares nothing.
 
     Raises:
         DataLossError: spans that cannot be: something else was written over the records.
@@ -123,8 +125,10 @@ class ValuesBatch:
         options: RaggedOptions,
         pool: MemoryPool,
         pin_memory: bool,
+        checks: HeapChecks | None = None,
     ) -> None:
         self.tensors: dict[Key, torch.Tensor] = {}
+        self._checks = checks
         bounds = [0, *accumulate(sizes)]
         self._columns: list[_Column] = []
         for output, field in enumerate(fields):
@@ -172,6 +176,8 @@ class ValuesBatch:
         """Copy the values where they belong."""
         if not isinstance(slab, HeapSlab):
             raise TypeError(f"{type(slab).__name__} has no values of variable length")
+        if self._checks is not None:
+            self._checks.look(slab, stream)
         memory, source = self._columns[slab.values.output].memory.data, stream.data
         for start, target, nbytes in zip(
             slab.origins.tolist(), slab.targets.tolist(), slab.lengths.tolist(), strict=True

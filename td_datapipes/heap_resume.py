@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from td_datapipes.catalog import sweep_chunks, unlink_keys
+from td_datapipes.heap_spans import read_span
 from td_datapipes.manifest import Heap, Manifest
 from td_datapipes.schema import Field
 from td_datapipes.staged import count_full
@@ -16,8 +15,6 @@ from td_datapipes.wire.server import Server
 
 __all__ = ["Arrived", "find_arrived", "forget_rest"]
 
-_SPAN_WORDS = 2
-_WORD_BYTES = 8
 _NO_LIMIT = 1 << 62
 
 
@@ -82,7 +79,8 @@ def forget_rest(server: Server, manifest: Manifest, arrived: Arrived) -> None:
     sweep_chunks(server, replace(manifest, rows=arrived.rows, heaps=arrived.heaps))
 
     def command(client: Any) -> None:
-        unlink_keys(client, manifest.checksums_keys)
+        # Of chunks that may come to hold other bytes, and not be summed before the next interruption.
+        unlink_keys(client, map(manifest.checksums_key, range(len(manifest.chunk_counts))))
         for number, (heap, head) in enumerate(zip(arrived.heaps, arrived.heads, strict=True), len(manifest.layouts)):
             if head:
                 client.set(manifest.chunk_key(number, heap.nbytes // heap.chunk_bytes), head)
@@ -101,23 +99,8 @@ def _count_bytes(server: Server, manifest: Manifest, field: Field) -> int:
 
 def _end_of(server: Server, manifest: Manifest, field: Field, row: int) -> int:
     """Where a row's value ends in its heap, as its record says; -1 where that is no span."""
-    group = next(number for number, group in enumerate(manifest.schema.groups) if field in group.fields)
-    layout = manifest.layouts[group]
-    first, record = divmod(row, layout.records_per_chunk)
-
-    def command(client: Any) -> bytes:
-        found = b""
-        for word in range(_SPAN_WORDS):  # a record that is cut into pieces may be cut between them
-            piece, at = divmod(field.offset_bytes + word * _WORD_BYTES, layout.piece_bytes)
-            at += record * layout.stride_bytes
-            found += client.getrange(manifest.chunk_key(group, first * layout.pieces + piece), at, at + _WORD_BYTES - 1)
-        return found
-
-    data = server.call("looking for what has arrived", command, repeats=True)
-    if len(data) != _SPAN_WORDS * _WORD_BYTES or field.varying is None:
-        return -1
-    start, length = np.frombuffer(data, "<i8").tolist()
-    return int(start + max(length, 0) * field.varying.item_bytes)
+    span = read_span(server, manifest, field, row)
+    return -1 if span is None else span[1]
 
 
 def _head(server: Server, manifest: Manifest, field: Field, end: int) -> bytes:

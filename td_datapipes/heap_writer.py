@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
@@ -37,9 +38,16 @@ class HeapWriter:
         manifest: what is written, with its heaps as they are so far.
         put: sends a chunk.
         heads: of each heap the bytes of the chunk being filled, where that is to be sent whole; else none.
+        sums: of each heap the checksums of the chunks it has already, where they are to be kept anew; else none.
     """
 
-    def __init__(self, manifest: Manifest, put: PutHeapChunk, heads: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        put: PutHeapChunk,
+        heads: Sequence[bytes] = (),
+        sums: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._begun = manifest.heaps
         first = len(manifest.layouts)
         begun = heads or [b""] * len(manifest.heaps)
@@ -47,6 +55,10 @@ class HeapWriter:
             heap.key: _HeapChunks(first + number, heap, put, head)
             for number, (heap, head) in enumerate(zip(manifest.heaps, begun, strict=True))
         }
+        for chunks, known in zip(self._chunks.values(), sums, strict=False):
+            chunks.first_chunk, chunks.checksums = 0, list(known)
+        for chunks, last in zip(self._chunks.values(), (manifest.last_checksums or ())[first:], strict=False):
+            chunks.begun_checksum = last
 
     def take(self, batch: TensorDictBase, schema: Schema) -> TensorDictBase:
         """The batch with spans in place of the values, which are on their way.
@@ -82,6 +94,19 @@ class HeapWriter:
                 yield chunks.unsent
 
     @property
+    def checksums(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Of each heap the number that stands for it, a chunk, and the checksums of those from that one on."""
+        for chunks in self._chunks.values():
+            yield chunks.group, chunks.first_chunk, chunks.checksums
+
+    @property
+    def last_checksums(self) -> tuple[int, ...]:
+        """Of each heap's last chunk; 0 where there is none."""
+        return tuple(
+            chunks.checksums[-1] if chunks.checksums else chunks.begun_checksum for chunks in self._chunks.values()
+        )
+
+    @property
     def nbytes(self) -> list[int]:
         """Bytes of each heap so far."""
         return [chunks.nbytes for chunks in self._chunks.values()]
@@ -102,11 +127,19 @@ def _encode(field: Field, value: object) -> EncodedRows:
 
 
 class _HeapChunks:
-    """One heap being written."""
+    """One heap being written.
+
+    Attributes:
+        group: the number that stands for it.
+        first_chunk: the first chunk it sends.
+        checksums: of the chunks sent, in order.
+        begun_checksum: of the bytes that its last chunk had before.
+    """
 
     def __init__(self, group: int, heap: Heap, put: PutHeapChunk, head: bytes) -> None:
-        self._group, self._chunk_bytes, self._put = group, heap.chunk_bytes, put
+        self.group, self._chunk_bytes, self._put = group, heap.chunk_bytes, put
         self.nbytes, self._sent = heap.nbytes, heap.nbytes - len(head)
+        self.first_chunk, self.checksums, self.begun_checksum = self._sent // self._chunk_bytes, list[int](), 0
         # Of the chunk being filled, from where it was continued; a new one for each chunk: what was given to `put`
         # may still be on its way.
         self._buffer: npt.NDArray[np.uint8] | None = None
@@ -119,7 +152,7 @@ class _HeapChunks:
         """The chunk being filled, as `HeapWriter.unsent` gives it."""
         if self._buffer is None:
             return None
-        return self._group, self._sent // self._chunk_bytes, self._buffer[: self.nbytes - self._sent].data
+        return self.group, self._sent // self._chunk_bytes, self._buffer[: self.nbytes - self._sent].data
 
     def add(self, rows: EncodedRows) -> npt.NDArray[np.int64]:
         """Spans of the rows, ``[rows, 2]``: the heap's byte where each row's items begin, and how many they are."""
@@ -142,5 +175,7 @@ class _HeapChunks:
         if self._buffer is None:
             return
         chunk, start = divmod(self._sent, self._chunk_bytes)
-        self._put(self._group, chunk, start, [self._buffer[: self.nbytes - self._sent].data])
+        data = self._buffer[: self.nbytes - self._sent].data
+        self.checksums.append(zlib.crc32(data, self.begun_checksum if start else 0))
+        self._put(self.group, chunk, start, [data])
         self._sent, self._buffer = self.nbytes, None

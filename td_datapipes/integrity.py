@@ -1,13 +1,15 @@
 """Checksums of chunks: kept beside the chunks of a frozen data set, and a check of all of them.
 
-A checksum is the CRC-32 of a chunk's records, without its spare bytes. Those of a group lie in one string, four bytes a
-chunk, little-endian; that of a generation's last chunk is in its manifest, because appending extends that chunk.
+A checksum is the CRC-32 of a chunk's records, without its spare bytes, or of the values in a chunk of a heap. Those of
+a group or a heap lie in one string, four bytes a chunk, little-endian; that of a generation's last chunk is in its
+manifest, because appending extends that chunk.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +17,11 @@ import numpy as np
 import redis
 
 from td_datapipes.catalog import connect, load_manifest
-from td_datapipes.errors import ConfigurationError, DataLossError
+from td_datapipes.errors import ConfigurationError, DataLossError, ServerError
+from td_datapipes.heap_spans import rows_within
 from td_datapipes.manifest import Manifest
 from td_datapipes.progress import progress_bar
+from td_datapipes.schema import format_key
 from td_datapipes.wire.cluster import slot_of
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
@@ -41,14 +45,16 @@ class BadChunk:
 
     Attributes:
         key: its key on the server.
-        first_row: its rows ``[first_row, stop_row)``.
+        field: whose values it holds, where they are of variable length; else empty: it holds records.
+        first_row: its rows ``[first_row, stop_row)``. Both are 0 for values of which the records do not tell the rows.
         stop_row: exclusive.
         problem: ``missing``, ``short``, or ``altered`` where its checksum differs.
-        expected_bytes: of its records.
+        expected_bytes: of its records or values.
         received_bytes: that were there.
     """
 
     key: str
+    field: str = ""
     first_row: int
     stop_row: int
     problem: Literal["missing", "short", "altered"]
@@ -56,10 +62,13 @@ class BadChunk:
     received_bytes: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.key} (rows {self.first_row} to {self.stop_row - 1}): {self.problem}, "
-            f"{self.received_bytes} of {self.expected_bytes} bytes"
-        )
+        return f"{self.key} ({self.holds}): {self.problem}, {self.received_bytes} of {self.expected_bytes} bytes"
+
+    @property
+    def holds(self) -> str:
+        """Which rows, and which field's values."""
+        rows = f"rows {self.first_row:,} to {self.stop_row - 1:,}" if self.stop_row else "rows its records do not tell"
+        return f"values of field {self.field}, {rows}" if self.field else rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +78,7 @@ class Verification:
     Attributes:
         manifest: the generation that was checked.
         chunks: chunks looked at.
-        nbytes: bytes of their records.
+        nbytes: bytes of their records and values.
         compared: whether there were checksums to compare with; else only lengths were.
         bad: the chunks that are not as they were written.
     """
@@ -95,7 +104,7 @@ class ShardShare:
         slot: its slot on a cluster.
         node: ``host:port`` of the slot's master; None on one server.
         chunks: how many chunks.
-        nbytes: bytes of their records.
+        nbytes: bytes of their records and values.
     """
 
     tag: str
@@ -118,7 +127,7 @@ def store_checksums(server: Server, manifest: Manifest, group: int, first_chunk:
 
 
 def load_checksums(server: Server, manifest: Manifest) -> dict[int, list[int]] | None:
-    """The checksum of every chunk of a generation, by group; None where it was written without.
+    """The checksum of every chunk of a generation, by group and heap; None where it was written without.
 
     Raises:
         DataLossError: the server no longer has them.
@@ -126,8 +135,7 @@ def load_checksums(server: Server, manifest: Manifest) -> dict[int, list[int]] |
     if manifest.last_checksums is None:
         return None
     found: dict[int, list[int]] = {}
-    for group, layout in enumerate(manifest.layouts):
-        count = layout.num_chunks(manifest.rows)
+    for group, count in enumerate(manifest.chunk_counts):
         key = manifest.checksums_key(group)
         data = b"".join(
             server.call(
@@ -149,7 +157,7 @@ def load_checksums(server: Server, manifest: Manifest) -> dict[int, list[int]] |
 
 
 def verify_dataset(url: str | ServerURL, *, progress: bool | None = None) -> Verification:
-    """Read every chunk of a frozen data set and compare it with its checksum.
+    """Read every chunk of a frozen data set, of records and of values, and compare it with its checksum.
 
     Args:
         url: server and name.
@@ -169,23 +177,21 @@ def verify_dataset(url: str | ServerURL, *, progress: bool | None = None) -> Ver
         sums = load_checksums(server, manifest)
         bad: list[BadChunk] = []
         chunks = nbytes = 0
-        with progress_bar(f"verifying {manifest.name}", manifest.rows, progress) as advance:
+        with progress_bar(f"verifying {manifest.name}", manifest.nbytes, progress, "bytes") as advance:
             for group, chunk, length in _chunks(manifest):
                 found = _check(server, manifest, group, chunk, length, None if sums is None else sums[group][chunk])
                 bad += [] if found is None else [found]
                 chunks, nbytes = chunks + 1, nbytes + length
-                layout = manifest.layouts[group]
-                first, stop = layout.rows_of(chunk, manifest.rows)
-                advance(stop - first if group == 0 and chunk % layout.pieces == 0 else 0)
+                advance(length)
         return Verification(manifest=manifest, chunks=chunks, nbytes=nbytes, compared=sums is not None, bad=tuple(bad))
     finally:
         server.close()
 
 
 def _chunks(manifest: Manifest) -> Iterator[tuple[int, int, int]]:
-    for group, layout in enumerate(manifest.layouts):
-        for chunk in range(layout.num_chunks(manifest.rows)):
-            yield group, chunk, layout.chunk_bytes(chunk, manifest.rows)
+    for group, count in enumerate(manifest.chunk_counts):
+        for chunk in range(count):
+            yield group, chunk, manifest.chunk_bytes(group, chunk)
 
 
 def _check(
@@ -205,18 +211,32 @@ def _check(
     data = server.call(f"verifying chunk {key.decode()}", command, repeats=True)
     if len(data) == length and (expected is None or zlib.crc32(data) == expected):
         return None
-    first, stop = manifest.layouts[group].rows_of(chunk, manifest.rows)
+    field, first, stop = _contents(server, manifest, group, chunk)
     problem: Literal["missing", "short", "altered"] = (
         "altered" if len(data) == length else "short" if data else "missing"
     )
     return BadChunk(
         key=key.decode(),
+        field=field,
         first_row=first,
         stop_row=stop,
         problem=problem,
         expected_bytes=length,
         received_bytes=len(data),
     )
+
+
+def _contents(server: Server, manifest: Manifest, group: int, chunk: int) -> tuple[str, int, int]:
+    """Of which field a chunk holds values, and of which rows ``[first, stop)``."""
+    if group < len(manifest.layouts):
+        return "", *manifest.layouts[group].rows_of(chunk, manifest.rows)
+    number = group - len(manifest.layouts)
+    heap, field = manifest.heaps[number], manifest.schema.varying_fields[number]
+    start = chunk * heap.chunk_bytes
+    rows: tuple[int, int] | None = None
+    with suppress(redis.ResponseError, ServerError):  # what stands in the place of records may be no string
+        rows = rows_within(server, manifest, field, start, start + heap.bytes_of(chunk))
+    return format_key(heap.key), *(rows or (0, 0))
 
 
 def shard_shares(server: Server, manifest: Manifest) -> list[ShardShare]:

@@ -11,6 +11,7 @@ key space or move a hash tag)::
     td:{N}:appends             how many have begun to append: each one's number
     td:{<id>.<shard>}:<group>:<chunk>   chunk <chunk> (8 hex digits) of group <group>; one hash tag a shard
     td:{<id>.<shard>}:checksums:crc32:<group>   of the group's chunks, 4 bytes each; with the first shard
+    td:{<id>.<shard>}:checksums:crc32:v<number> of the chunks of that field's heap
     td:{<id>.<shard>}:v<number>:<chunk> chunk <chunk> of the heap of the field of variable length <number>
     td:{<id>.<shard>}:<label>:json      non-tensor values: one JSON text, or a hash of one a row
     td:{<id>.<shard>}:fence    the number of the latest appender; chunks of the shard refuse those of earlier ones
@@ -198,6 +199,10 @@ class Heap:
         """Chunks that hold its values."""
         return -(-self.nbytes // self.chunk_bytes)
 
+    def bytes_of(self, chunk: int) -> int:
+        """Bytes of values in a chunk."""
+        return min(self.chunk_bytes, self.nbytes - chunk * self.chunk_bytes)
+
     def to_json(self) -> dict[str, Any]:
         """As the manifest stores it."""
         sizes = {"chunk_bytes": self.chunk_bytes, "nbytes": self.nbytes, "row_bytes": self.row_bytes}
@@ -225,8 +230,8 @@ class Manifest:
         tags: hash tag of each shard. Chunk ``c`` lies in shard ``c // pieces % len(tags)``: a row is in one shard.
         created: when it was published, ISO 8601 in UTC.
         complete: nothing will be appended any more.
-        last_checksums: CRC-32 of each group's last chunk, whose bytes appending extends; those of the others lie under
-            `checksums_key`. None where it was written without checksums.
+        last_checksums: CRC-32 of each group's last chunk, then of each heap's: appending extends their bytes. Those of
+            the others lie under `checksums_key`. None where it was written without checksums.
         labels: what stands for each group's number in its chunks' keys; None where it is the number.
         values: the non-tensor fields.
         unbatched: its one row is a TensorDict without batch dims.
@@ -273,13 +278,26 @@ class Manifest:
         return self.tags[self._shard(group, chunk)]
 
     def checksums_key(self, group: int) -> bytes:
-        """Where the checksums of a group's chunks lie: four bytes each, little-endian."""
-        return b"td:{%s}:checksums:crc32:%d" % (self.tags[0].encode(), group)
+        """Where the checksums of the chunks of a group or a heap lie: four bytes each, little-endian."""
+        heap = group - len(self.layouts)
+        label = f"{group}" if heap < 0 else f"v{heap}"
+        return f"td:{{{self.tags[0]}}}:checksums:crc32:{label}".encode()
 
     @property
     def checksums_keys(self) -> list[bytes]:
-        """Those of all groups; none where there are no checksums."""
-        return [] if self.last_checksums is None else [self.checksums_key(g) for g in range(len(self.layouts))]
+        """Those of all groups and heaps; none where there are no checksums."""
+        return [] if self.last_checksums is None else list(map(self.checksums_key, range(len(self.chunk_counts))))
+
+    @property
+    def chunk_counts(self) -> list[int]:
+        """How many chunks each group has, then how many each heap."""
+        return [*(layout.num_chunks(self.rows) for layout in self.layouts), *(heap.num_chunks for heap in self.heaps)]
+
+    def chunk_bytes(self, group: int, chunk: int) -> int:
+        """Bytes of records or values in a chunk of a group or a heap."""
+        if group < len(self.layouts):
+            return self.layouts[group].chunk_bytes(chunk, self.rows)
+        return self.heaps[group - len(self.layouts)].bytes_of(chunk)
 
     @property
     def others(self) -> tuple[Value, ...]:
@@ -433,6 +451,9 @@ class Manifest:
         heaps = tuple(map(Heap.from_json, data.get("heaps", ())))
         if [heap.key for heap in heaps] != [field.key for field in schema.varying_fields]:
             raise ValueError("its heaps are not those of its fields of variable length")
+        last_checksums = tuple(map(int, data["checksums"]["last"])) if "checksums" in data else None
+        if last_checksums is not None and len(last_checksums) != len(layouts) + len(heaps):
+            raise ValueError("its checksums are not those of its groups and heaps")
         return cls(
             name=str(data["name"]),
             id=str(data["id"]),
@@ -444,7 +465,7 @@ class Manifest:
             tags=tuple(data["tags"]),
             created=str(data["created"]),
             complete=bool(data.get("complete", False)),
-            last_checksums=tuple(map(int, data["checksums"]["last"])) if "checksums" in data else None,
+            last_checksums=last_checksums,
             labels=tuple(map(str, data["labels"])) if "labels" in data else None,
             values=tuple(map(Value.from_json, data.get("values", ()))),
             unbatched=bool(data.get("unbatched", False)),

@@ -13,13 +13,16 @@ __all__ = ["progress_bar"]
 
 
 @contextmanager
-def progress_bar(title: str, total: int | None, show: bool | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error; yields a function that takes how many more rows are done.
+def progress_bar(
+    title: str, total: int | None, show: bool | None, unit: str = "rows"
+) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error; yields a function that takes how many more rows, or other units, are done.
 
     Args:
         title: what is being done.
-        total: how many rows there will be, None where nobody knows.
+        total: how many there will be, None where nobody knows.
         show: None shows it on a terminal only.
+        unit: what is counted.
     """
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda _done: None
@@ -28,7 +31,7 @@ def progress_bar(title: str, total: int | None, show: bool | None) -> Iterator[C
         TextColumn("{task.description}", markup=False),  # a data set's name may hold brackets
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("rows"),
+        TextColumn(unit),
         TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
@@ -39,6 +42,6 @@ def progress_bar(title: str, total: int | None, show: bool | None) -> Iterator[C
         def advance(done: int) -> None:
             progress.advance(task, done)
             speed = progress.tasks[0].speed
-            progress.update(task, rate=f"{speed:,.0f} rows/s" if speed else "")
+            progress.update(task, rate=f"{speed:,.0f} {unit}/s" if speed else "")
 
         yield advance

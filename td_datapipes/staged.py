@@ -125,11 +125,17 @@ def _full_bytes(manifest: Manifest, group: int, chunk: int) -> int:
     return layout.chunk_bytes(chunk, (chunk // layout.pieces + 1) * layout.records_per_chunk)
 
 
-def arrived_checksums(server: Server, manifest: Manifest, rows: int) -> list[list[int]]:
-    """The checksums of the chunks that hold those rows, by group: as they were kept; the rest are read."""
+def arrived_checksums(server: Server, manifest: Manifest) -> list[list[int]]:
+    """The checksums of the full chunks of each group, then of each heap: as they were kept; the rest are read.
+
+    Args:
+        server: where.
+        manifest: has the rows and values that have arrived.
+    """
     found = []
-    for group, layout in enumerate(manifest.layouts):
-        count, key = layout.num_chunks(rows), manifest.checksums_key(group)
+    full = [*manifest.chunk_counts[: len(manifest.layouts)], *(h.nbytes // h.chunk_bytes for h in manifest.heaps)]
+    for group, count in enumerate(full):
+        key = manifest.checksums_key(group)
 
         def command(client: Any, key: bytes = key, count: int = count) -> bytes:
             data: bytes = client.getrange(key, 0, 4 * count - 1) if count else b""
@@ -143,7 +149,7 @@ def arrived_checksums(server: Server, manifest: Manifest, rows: int) -> list[lis
 
 
 def _read_checksum(server: Server, manifest: Manifest, group: int, chunk: int) -> int:
-    stop = _full_bytes(manifest, group, chunk) - 1
+    stop = manifest.chunk_bytes(group, chunk) - 1
 
     def command(client: Any) -> bytes:
         data: bytes = client.getrange(manifest.chunk_key(group, chunk), 0, stop)

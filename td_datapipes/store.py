@@ -38,7 +38,7 @@ from td_datapipes.read_spec import ReadSpec, Rows
 from td_datapipes.schema import Field, format_key, new_tensordict
 from td_datapipes.slabs import Slab
 from td_datapipes.upstream import Description, find_description
-from td_datapipes.verified import ChunkChecks, VerifyingSink
+from td_datapipes.verified import ChunkChecks, HeapChecks, VerifyingSink
 from td_datapipes.wire.cluster_reader import ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault, error_from_text
 from td_datapipes.wire.guards import Guard, StaleFault
@@ -306,6 +306,7 @@ class RowReader:
             options=options.ragged,
             pool=self._pool,
             pin_memory=options.pin_memory,
+            checks=HeapChecks(self._known_checks()) if options.verify else None,
         )
         gap = 0 if options.strategy == "pipelined" else self.costs.cost.max_gap_bytes
         shards = len(manifest.tags)

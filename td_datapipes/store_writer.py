@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -24,9 +25,10 @@ from td_datapipes.layouts.tensordict_store import (
     store_key,
 )
 from td_datapipes.schema import Field, Key, Schema, dtype_name, format_key
+from td_datapipes.store_garbage import forget_store, note_store
 from td_datapipes.upstream import describe
 from td_datapipes.wire.server import Server
-from td_datapipes.writer import string_limit
+from td_datapipes.writer import HEARTBEAT_SECONDS, string_limit
 
 __all__ = ["StoreWriter", "check_string_limit", "leaf_metadata", "store_keys", "tensor_bytes", "value_metadata"]
 
@@ -103,25 +105,33 @@ class StoreWriter:
         for field in schema.fields.values():
             check_string_limit(server, field.key, rows * field.nbytes)
         # The same hash tag, so that renaming stays within one slot.
-        self._staged = f"{STAGED_NAMESPACE}{secrets.token_hex(5)}"
+        self._token = secrets.token_hex(5)
+        self._staged = f"{STAGED_NAMESPACE}{self._token}"
+        self._started = time.time()
         self._paths: list[str] = []
         self._row = 0
         try:
+            self._say()
             self._server.call(f"beginning to write {name!r}", self._begin)
         except BaseException:
             self.undo()
             raise
 
+    def _say(self) -> None:
+        """Say that this write goes on: what is not heard of for long is collected."""
+        note_store(self._server, self._token, self._name, self._place[1], self._started)
+        self._said = time.monotonic()
+
     def _begin(self, client: redis.Redis) -> None:
         rows = self._batch_size[0] if self._batch_size else 1
         pipe: Any = client.pipeline(transaction=False)
         for path, field in self._fields.items():
+            self._register(pipe, path)  # first: by it, what a killed process leaves is found
             if rows * field.nbytes:
                 pipe.setrange(self._key(f"d:{path}"), rows * field.nbytes - 1, b"\0")
             else:
                 pipe.set(self._key(f"d:{path}"), b"")
             pipe.hset(self._key(f"m:{path}"), mapping=leaf_metadata(self._shape(field), field.dtype))
-            self._register(pipe, path)
         pipe.set(self._key("__batch_size__"), json.dumps(list(self._batch_size)))
         pipe.set(self._key("__device__"), self._device)
         if self._tensorclass:
@@ -140,6 +150,8 @@ class StoreWriter:
 
     def add(self, batch: TensorDictBase) -> None:
         """Write the next rows: ``[n, ...]`` in any case, of its schema."""
+        if time.monotonic() - self._said > HEARTBEAT_SECONDS:
+            self._say()
 
         def command(client: redis.Redis) -> None:
             pipe: Any = client.pipeline(transaction=False)
@@ -159,9 +171,9 @@ class StoreWriter:
             pipe: Any = client.pipeline(transaction=False)
             for key, (encoding, value) in values.items():
                 path = leaf_path(key)
+                self._register(pipe, path)
                 pipe.set(self._key(f"d:{path}"), json.dumps(value))
                 pipe.hset(self._key(f"m:{path}"), mapping=value_metadata(encoding))
-                self._register(pipe, path)
             pipe.execute()
 
         if values:
@@ -199,7 +211,8 @@ class StoreWriter:
                     pipe.unlink(final.data_key(path), final.key(f"d:{path}:idx"), final.meta_key(path))
                 pipe.unlink(*map(final.key, (*_SUFFIXES, *_OF_LAZY_STACKS)))
                 for suffix in self._suffixes():
-                    pipe.rename(self._key(suffix), final.key(suffix))
+                    # Not by the method, which redis-py refuses on a cluster, though all these keys are in one slot.
+                    pipe.execute_command("RENAME", self._key(suffix), final.key(suffix))
                 try:
                     pipe.execute()
                 except redis.WatchError:  # somebody else has published, or is writing to it
@@ -210,6 +223,8 @@ class StoreWriter:
             raise DatasetExistsError(
                 f"a store {self._name!r} exists at {self._server.address}; pass overwrite=True to write in its place"
             )
+        with suppress(TDDatapipesError):  # it is published; a note that stays is collected
+            forget_store(self._server, self._token)
         return final
 
     def _suffixes(self) -> list[str]:
@@ -223,6 +238,7 @@ class StoreWriter:
         keys = [self._key(suffix) for suffix in {*self._suffixes(), *_SUFFIXES}]
         with suppress(TDDatapipesError):
             self._server.call(f"taking back {self._name!r}", lambda client: unlink_keys(client, keys))
+            forget_store(self._server, self._token)
 
 
 def store_keys(description: StoreDescription) -> list[bytes]:

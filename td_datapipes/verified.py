@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,12 +13,13 @@ import torch
 
 from td_datapipes.assemble import BatchSink, Place
 from td_datapipes.errors import ChecksumError
+from td_datapipes.heap_plan import HeapSlab
 from td_datapipes.manifest import Manifest
 from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, frame_headers
-from td_datapipes.schema import Key
-from td_datapipes.slabs import CoveringSlab, RunSlab, Slab
+from td_datapipes.schema import Key, format_key
+from td_datapipes.slabs import CoveringSlab, Ranges, RunSlab, Slab
 
-__all__ = ["ChunkChecks", "VerifyingSink"]
+__all__ = ["ChunkChecks", "HeapChecks", "VerifyingSink"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -136,10 +137,55 @@ class VerifyingSink:
 
     def _covering(self, slab: CoveringSlab, stream: Bytes) -> None:
         covered = slab.covered
-        ends = np.cumsum(frame_headers(covered.lengths) + covered.lengths + TRAILER_BYTES) + len(slab.prefix)
-        columns = (covered.groups, covered.chunks, covered.starts, covered.lengths, ends)
-        for group, chunk, start, length, end in zip(*(column.tolist() for column in columns), strict=True):
+        for group, chunk, start, length, end in _ranges(covered, len(slab.prefix)):
             if self._checks.is_whole(group, chunk, start, length):
-                stop = end - TRAILER_BYTES
-                crc = zlib.crc32(stream[stop - length : stop].data)
+                crc = zlib.crc32(stream[end - length : end].data)
                 self._checks.compare(group, chunk, self._checks.padded(group, crc, length))
+
+
+class HeapChecks:
+    """Compares the chunks of heaps that one read gets whole, in one range or in several that follow on one another.
+
+    Args:
+        checks: knows the checksums.
+    """
+
+    def __init__(self, checks: ChunkChecks) -> None:
+        self._checks, self._manifest = checks, checks.manifest
+        # Of chunks that come in parts: the checksum of those so far, and where the next one begins.
+        self._begun: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def look(self, slab: HeapSlab, stream: Bytes) -> None:
+        """Compare what is whole in a slab that has arrived.
+
+        Raises:
+            ChecksumError: a chunk is not as it was written.
+        """
+        for group, chunk, start, length, end in _ranges(slab.covered, len(slab.prefix)):
+            crc, expected_start = self._begun.pop((group, chunk), (0, 0)) if start else (0, 0)
+            if start != expected_start:
+                continue  # something before it is not read
+            crc = zlib.crc32(stream[end - length : end].data, crc)
+            if start + length < self._manifest.chunk_bytes(group, chunk):
+                self._begun[group, chunk] = crc, start + length
+            else:
+                self._compare(group, chunk, crc)
+
+    def _compare(self, group: int, chunk: int, found: int) -> None:
+        self._checks.checked += 1
+        expected = self._checks.sums[group][chunk]
+        if found != expected:
+            manifest = self._manifest
+            key, name = manifest.chunk_key(group, chunk).decode(), manifest.heaps[group - len(manifest.layouts)].key
+            raise ChecksumError(
+                f"data set {manifest.name!r}, chunk {key} (values of field {format_key(name)}): its checksum is "
+                f"{found:08x}, {expected:08x} was written; its bytes have been altered. Write the data set again"
+            )
+
+
+def _ranges(covered: Ranges, prefix_bytes: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Of each range its group, chunk, start and length, and where its bytes end in the stream."""
+    framed = frame_headers(covered.lengths) + covered.lengths + TRAILER_BYTES
+    ends = np.cumsum(framed) + prefix_bytes - TRAILER_BYTES
+    columns = (covered.groups, covered.chunks, covered.starts, covered.lengths, ends)
+    return zip(*(column.tolist() for column in columns), strict=True)

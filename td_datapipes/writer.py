@@ -372,26 +372,27 @@ class _Staging:
             # Unguessable and new, so that no two writers and no two generations share a chunk's key.
             self.id = secrets.token_hex(5)
             self._tags = shard_tags(server, self.id, shards)
+        sums = earlier or []
         self._writer = ChunkWriter(server, IN_FLIGHT)
         start = self._manifest(0, 1)
         self._groups = [
             GroupChunks(start, number, self._put, self.first_row) for number in range(len(self._schema.groups))
         ]
-        for group, sums in zip(self._groups, earlier or (), strict=False):
-            group.first_chunk, group.checksums = 0, sums
+        for group, known in zip(self._groups, sums, strict=False):
+            group.first_chunk, group.checksums = 0, known
         try:
             self._say()
         except BaseException:
             self._writer.close()
             raise
         begun = replace(start, heaps=self._arrived.heaps or self._empty_heaps)
-        self._heaps = HeapWriter(begun, self._put, self._arrived.heads)
+        self._heaps = HeapWriter(begun, self._put, self._arrived.heads, sums[len(self._groups) :])
 
     def _take_up(self, source: RowSource) -> list[list[int]] | None:
         """Go on with an interrupted write of the same rows, if there is one.
 
         Returns:
-            The checksums of the chunks that it has staged, by group; None where there is none.
+            The checksums of the chunks that it has staged, of each group and heap; None where there is none.
         """
         if self._fingerprint is None:
             return None
@@ -407,7 +408,7 @@ class _Staging:
             if rows and claim(self._server, self._name, write):
                 self.id, self._tags, self._started = write.id, begun.tags, write.started
                 self.first_row, self._rows, self._arrived = rows, rows, arrived
-                sums = arrived_checksums(self._server, begun, rows)
+                sums = arrived_checksums(self._server, replace(begun, rows=rows, heaps=arrived.heaps))
                 forget_rest(self._server, begun, arrived)
                 return sums
         return None
@@ -435,9 +436,16 @@ class _Staging:
         self._writer.close()
         self._schema = self._schema.without_nulls()
         manifest = self._manifest(self._rows, 1 if found is None else found.generation + 1)
+        self._store_checksums(manifest)
+        heaps = () if self._heaps is None else self._heaps.last_checksums
+        last_checksums = (*(group.last_checksum for group in self._groups), *heaps)
+        return replace(manifest, last_checksums=last_checksums)
+
+    def _store_checksums(self, manifest: Manifest) -> None:
         for number, group in enumerate(self._groups):
-            store_checksums(self._server, manifest, number, 0, group.checksums)
-        return replace(manifest, last_checksums=tuple(group.last_checksum for group in self._groups))
+            store_checksums(self._server, manifest, number, group.first_chunk, group.checksums)
+        for number, first, sums in self._heaps.checksums if self._heaps is not None else ():
+            store_checksums(self._server, manifest, number, first, sums)
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
         del start_bytes  # every chunk is new
@@ -451,8 +459,7 @@ class _Staging:
         begun = replace(self._manifest(0, 1), heaps=self._empty_heaps)
         stage(self._server, self._name, self.id, writer_note(begun, self._started, self._fingerprint))
         if self._fingerprint is not None:
-            for number, group in enumerate(self._groups):
-                store_checksums(self._server, self._manifest(0, 1), number, group.first_chunk, group.checksums)
+            self._store_checksums(self._manifest(0, 1))
             self._keep_unsent()
         self._said = time.monotonic()
 

@@ -30,6 +30,7 @@ from td_datapipes.integrity import ShardShare, Verification, shard_shares, verif
 from td_datapipes.manifest import Manifest
 from td_datapipes.schema import Field, dtype_name
 from td_datapipes.staged import is_abandoned, names_in_use, superseded_generations
+from td_datapipes.store_garbage import collect_stores, staged_stores
 from td_datapipes.wire.server import Server
 
 __all__ = ["register"]
@@ -293,6 +294,9 @@ def gc(
             writes += [(name, write) for write in staged_writes(server, name) if write.interrupted(seconds)]
             if not dry_run:
                 collect_garbage(server, name, seconds)
+        writes += [(name, write) for name, write in staged_stores(server) if write.interrupted(seconds)]
+        if not dry_run:
+            collect_stores(server, seconds)
     if as_json:
         staged = [{"name": name, **_staged(write)} for name, write in writes]
         print_json({"dry_run": dry_run, "generations": generations, "staged": staged})
@@ -331,8 +335,7 @@ def verify(
 
 def _print_verification(found: Verification) -> None:
     for bad in found.bad:
-        rows = f"rows {bad.first_row:,} to {bad.stop_row - 1:,}"
-        screen().print(f"{bad.problem}: chunk {bad.key}, {rows}", markup=False, soft_wrap=True)
+        screen().print(f"{bad.problem}: chunk {bad.key}, {bad.holds}", markup=False, soft_wrap=True)
     how = "compared with checksums" if found.compared else "there and of the right length; it has no checksums"
     what = f"{found.manifest.name}: {found.chunks:,} chunks, {format_bytes(found.nbytes)}"
     screen().print(f"{what} {how}, {len(found.bad):,} of them bad", markup=False)

@@ -15,7 +15,7 @@ import redis
 import torch
 
 from td_datapipes.catalog import collect, drop, find_manifest, retire, unstage
-from td_datapipes.errors import DatasetChangedError, DatasetExistsError, TDDatapipesError
+from td_datapipes.errors import DatasetChangedError, DatasetExistsError, InterruptedWriteError, TDDatapipesError
 from td_datapipes.manifest import Manifest, encode_name, manifest_key, staged_key, superseded_key
 from td_datapipes.remote.staging import Staged, Staging
 from td_datapipes.remote.structure import added, chunk_keys_gone, renamed, with_nodes, without
@@ -194,6 +194,11 @@ class RecordsTree(Tree):
             # Nobody looks for it before the manifest says so.
             self.call(f"beginning {name!r}", lambda client: client.set(new.structure_key, new.generation))
         answer = self.call(f"publishing {name!r}", lambda client: run_script(client, script, keys, arguments))
+        if answer == b"GONE":
+            raise InterruptedWriteError(
+                f"what this write to {name!r} at {self.server.address} had staged was removed, because it had taken so "
+                f"long that it was held for abandoned; nothing of it was published: write again"
+            )
         if answer != b"OK":
             raise DatasetChangedError(
                 f"data set {name!r} at {self.server.address} was changed by somebody else at the same time"

@@ -74,6 +74,7 @@ class Staging:
         self._others = values
         self._id = secrets.token_hex(5)
         self._values: tuple[Value, ...] = ()
+        self._value_labels = [secrets.token_hex(5) for _ in values]
         self._groups = self._laid_out()
         self._manifest = replace(
             manifest,
@@ -108,7 +109,8 @@ class Staging:
         if not small:
             check_room(self._server, self._manifest.schema, self._rows)
         note = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "tags": self._manifest.tags}
-        labels = {"labels": self._manifest.labels}
+        # By these, what a killed process leaves is found.
+        labels = {"labels": self._manifest.labels, "values": self._value_labels, "structure": self._manifest.id}
         strings = self._packed() if small else {}
         stage(self._server, self._manifest.name, self._id, json.dumps({**note, **labels}), strings)
         if not small:
@@ -117,7 +119,7 @@ class Staging:
             key: (isinstance(value, RowValues), list(value.values) if isinstance(value, RowValues) else value.value)
             for key, value in self._others.items()
         }
-        self._values = write_values(self._server, self._manifest, values)
+        self._values = write_values(self._server, self._manifest, values, self._value_labels)
 
     def _packed(self) -> dict[bytes, bytes]:
         """All chunks, by key."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from td_datapipes.catalog import discard, find_manifest, publish, stage
@@ -20,7 +20,7 @@ from td_datapipes.errors import (
 from td_datapipes.garbage import writer_note
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.options import Prioritized, RateLimit, Trajectories
-from td_datapipes.replay.ring import Ring, RingOptions, new_ring
+from td_datapipes.replay.ring import Ring, RingOptions, last_named, new_ring
 from td_datapipes.schema import Schema
 from td_datapipes.writer import longest_chunk, shard_tags
 
@@ -71,6 +71,19 @@ class Wanted:
                     f"buffer {ring.manifest.name!r} at {address} was made with {name}={found}, not {value}; leave "
                     f"{name} out to take what is there, or choose another name"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lineage:
+    """How far a stripe is written, and by whom; see `td_datapipes.replay.ring.last_named`."""
+
+    cursor: int
+    incarnation: int
+    former: bytes
+
+    def last_named(self, named: int) -> int | None:
+        """The last row that an incarnation's indices still name."""
+        return last_named(named, self.cursor, self.incarnation, self.former)
 
 
 class Opener:
@@ -199,26 +212,37 @@ class Opener:
         """Take note of how far a stripe was written.
 
         Raises:
-            DataLossError: rows that were there are gone, as after a restart from an older file; once for each loss.
+            DataLossError: rows that were there are gone, as after a restart from an older file, or where a replica
+                took over that had not got them yet; once for each loss.
         """
         with self._lock:
             before = self._seen.get(stripe)
             self._seen[stripe] = (incarnation, cursor)
-            if before is not None and before[0] == incarnation and cursor < before[1]:
-                # Answers of two threads may pass each other: only what a fresh look confirms is lost.
-                state: Any = self._caller.retry(
-                    "looking for lost rows",
-                    lambda client: client.hget(ring.state_key(stripe), "cursor"),
-                    self._caller.deadline(None),
+            if before is None or (before[0] == incarnation and cursor >= before[1]):
+                return
+            # Answers of two threads may pass each other: only what a fresh look confirms is lost.
+            now = self._look(ring, stripe)
+            self._seen[stripe] = (now.incarnation, now.cursor)
+            kept = now.last_named(before[0])
+            if kept is not None and kept < before[1]:
+                raise DataLossError(
+                    f"buffer {self.name!r} at {self._caller.server.address} has lost its last {before[1] - kept} "
+                    f"rows: {before[1]} had been written, the server has {kept} of them. It was restarted from a file "
+                    f"older than that, or a replica took over that had not got them; what is there now is usable. "
+                    f"Turn on appendonly, or min-replicas-to-write, to lose less"
                 )
-                now = int(state or b"0")
-                self._seen[stripe] = (incarnation, now)
-                if now < before[1]:
-                    raise DataLossError(
-                        f"buffer {self.name!r} at {self._caller.server.address} has lost its last {before[1] - now} "
-                        f"rows: {before[1]} had been written, the server has {now}. It was restarted from a file "
-                        f"older than that; what is there now is usable, turn on appendonly to lose less"
-                    )
+
+    def last_named(self, ring: Ring, stripe: int, incarnation: int) -> int:
+        """The last row of a stripe that an incarnation's indices name by now; 0 where they name none."""
+        return self._look(ring, stripe).last_named(incarnation) or 0
+
+    def _look(self, ring: Ring, stripe: int) -> _Lineage:
+        state: Any = self._caller.retry(
+            "looking for lost rows",
+            lambda client: client.hmget(ring.state_key(stripe), ["cursor", "incarnation", "former"]),
+            self._caller.deadline(None),
+        )
+        return _Lineage(cursor=int(state[0] or 0), incarnation=int(state[1] or 0), former=state[2] or b"")
 
     def gone(self, ring: Ring) -> DataLossError:
         """The error for a ring whose state is no longer there. The next write makes the buffer anew."""

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
@@ -31,6 +32,9 @@ from td_datapipes.wire.faults import RangeFault
 from td_datapipes.wire.reader import ReadJob, ReadStats
 
 __all__ = ["BatchMaker", "Begun", "Request"]
+
+_TAKE_OVER_SECONDS = 0.1
+"""No server takes the place of another, and is written to, sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,7 @@ class Begun:
         arriving: the read, and the batch it fills; None where they could not be asked for yet.
         random: where chance goes on from.
         dialled: of how many connections it came over the latest.
+        since: when the rows were chosen, on `time.monotonic`'s clock; long ago where that is not known.
     """
 
     request: Request
@@ -69,6 +74,7 @@ class Begun:
     arriving: tuple[ReadJob | ClusterJob, TensorDict] | None
     random: np.random.Generator
     dialled: int
+    since: float
 
 
 class BatchMaker:
@@ -94,6 +100,7 @@ class BatchMaker:
 
     def begin(self, request: Request, picks: Picks | None = None) -> Begun:
         """Choose rows and ask for them. Batches that were begun are finished in the same order."""
+        since = 0.0 if picks is not None else time.monotonic()
         random = np.random.Generator(np.random.Philox(key=[self._seed, request.number]))
         if picks is None:
             picks = self._picker.pick(request.count, request.sampler, request.n_step, random, request.deadline)
@@ -106,7 +113,7 @@ class BatchMaker:
             arriving = (job, batch)
         except TDDatapipesError:  # what was chosen stays chosen: `finish` asks for it again
             self._dialled += 1
-        return Begun(request=request, picks=picks, arriving=arriving, random=random, dialled=self._dialled)
+        return Begun(request=request, picks=picks, arriving=arriving, random=random, dialled=self._dialled, since=since)
 
     def _readers(self, ring: Ring) -> tuple[RowReader, ClusterPlanReader]:
         fresh = self._pid == os.getpid() and self._reader is not None and self._reader.manifest.id == ring.manifest.id
@@ -129,8 +136,9 @@ class BatchMaker:
         """
         picks, request = begun.picks, begun.request
         batch = self._receive(begun)
-        stale = self._stale(picks, batch)
+        stale = self._stale(picks, batch, begun.since)
         while len(stale):
+            since = time.monotonic()
             again = self._picker.pick(
                 len(stale), request.sampler, request.n_step, begun.random, request.deadline, counted=False
             )
@@ -138,7 +146,7 @@ class BatchMaker:
             picks = picks.put(stale, again)
             width = picks.numbers.shape[1]
             batch[torch.from_numpy((stale[:, None] * width + np.arange(width)).reshape(-1))] = rows
-            stale = stale[self._stale(again, rows)]
+            stale = stale[self._stale(again, rows, since)]
             if len(stale) and time.monotonic() >= request.deadline:
                 raise NotEnoughRowsError(
                     f"rows of buffer {self._opener.name!r} are overwritten faster than they can be read; "
@@ -165,17 +173,25 @@ class BatchMaker:
             reader, _ = self._readers(self._opener.require())
         return self._caller.until(deadline, lambda: reader.read(rows))
 
-    def _stale(self, picks: Picks, batch: TensorDict) -> Numbers:
+    def _stale(self, picks: Picks, batch: TensorDict, since: float) -> Numbers:
         """Which of the picks' rows hold something else by now.
+
+        Args:
+            picks: rows.
+            batch: what was read for them.
+            since: when they were chosen.
 
         Raises:
             DataLossError: something older: rows that were stored are not there.
         """
         written = batch.get(WRITE_NUMBER[0]).numpy().reshape(picks.numbers.shape)
-        if (written == picks.numbers).all():
+        differ = written != picks.numbers
+        if not differ.any() and time.monotonic() - since < _TAKE_OVER_SECONDS:
             return np.empty(0, dtype=np.int64)
-        older = written < picks.numbers
-        if older.any() and not self._reincarnated(picks):
+        # Another server may have taken over, without rows that were chosen, and given their numbers to others.
+        void = self._void(picks)
+        older = (written < picks.numbers) & ~void[:, None]
+        if older.any():
             row, column = np.argwhere(older)[0]
             stripe, number = int(picks.stripes[row]), int(picks.numbers[row, column])
             key = picks.ring.manifest.chunk_key(0, self._chunk(picks.ring, stripe, number)).decode()
@@ -184,12 +200,20 @@ class BatchMaker:
                 f"rows asked for, first row {number} of stripe {stripe} in {key}: the server has "
                 f"{int(written[row, column])} there. The key was evicted (maxmemory), deleted, or written to by others"
             )
-        return np.flatnonzero((written != picks.numbers).any(axis=1))
+        return np.flatnonzero(differ.any(axis=1) | void)
 
-    def _reincarnated(self, picks: Picks) -> bool:
-        """Whether the buffer was restored since: what is older then is what was restored."""
-        states = self._picker.states(picks.ring, self._caller.deadline(None))
-        return any(states[s][1] != i for s, i in zip(picks.stripes.tolist(), picks.incarnations.tolist(), strict=True))
+    def _void(self, picks: Picks) -> npt.NDArray[np.bool_]:
+        """Which of the picks name no row any more: the buffer was restored since, or has lost them."""
+        ring = picks.ring
+        states = self._picker.states(ring, self._caller.deadline(None))
+        void = np.zeros(len(picks.stripes), dtype=bool)
+        for stripe, (cursor, current) in enumerate(states):
+            of_it = picks.stripes == stripe
+            for incarnation in np.unique(picks.incarnations[of_it]).tolist():
+                same = incarnation == current
+                last = cursor if same else self._opener.last_named(ring, stripe, incarnation)
+                void |= of_it & (picks.incarnations == incarnation) & (picks.numbers > last).any(axis=1)
+        return void
 
     @staticmethod
     def _chunk(ring: Ring, stripe: int, number: int) -> int:

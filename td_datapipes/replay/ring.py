@@ -3,7 +3,8 @@
 A ring is a data set of kind ``ring`` whose manifest has a member ``ring`` and whose records begin with a *write
 number*, counted from 1 in each stripe. Stripe ``s`` of id ``I`` has, beside its chunks, under the tag ``{I.s}``::
 
-    state          hash: cursor (rows ever written), incarnation, samples, what the scripts must know of the records
+    state          hash: cursor (rows ever written), incarnation, samples, what the scripts must know of the records;
+                   server (which one wrote last) and former (incarnations before another took over, see `last_named`)
     p0, p1, ...    the tree of priorities, a double a slot and a double a node
     links          32 bytes a slot: which row follows it in its trajectory, its reward, whether it is done
     ends           hash, trajectory -> its last row and step
@@ -40,6 +41,7 @@ __all__ = [
     "WRITE_NUMBER",
     "Ring",
     "RingOptions",
+    "last_named",
     "new_ring",
     "split_index",
 ]
@@ -219,6 +221,8 @@ class Ring:
         state = {
             "cursor": 0,
             "incarnation": 0,
+            "server": "",
+            "former": "",
             "capacity": self.stripe_capacity,
             "records_per_chunk": layout.records_per_chunk,
             "stride_bytes": layout.stride_bytes,
@@ -281,6 +285,26 @@ def split_index(index: Numbers, stripes: int) -> tuple[Numbers, Numbers, Numbers
     """Incarnations, stripes and write numbers of indices."""
     number, stripe = np.divmod(index & ((1 << _INCARNATION_BITS) - 1), stripes)
     return index >> _INCARNATION_BITS, stripe, number + 1
+
+
+def last_named(named: int, cursor: int, incarnation: int, former: bytes) -> int | None:
+    """The last row that indices of an incarnation still name; None where nothing is known of that incarnation.
+
+    Args:
+        named: the indices' incarnation.
+        cursor: rows written by now.
+        incarnation: of the stripe by now.
+        former: of a stripe's state: ``incarnation cursor;`` of each time when another server took over.
+    """
+    if named == incarnation:
+        return cursor
+    last = cursor
+    for entry in reversed(former.split(b";")[:-1]):
+        its, at = map(int, entry.split())
+        last = min(last, at)
+        if its == named:
+            return last
+    return None
 
 
 def new_ring(name: str, rows: Schema, options: RingOptions, max_chunk_bytes: int) -> Ring:

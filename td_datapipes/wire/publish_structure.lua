@@ -4,8 +4,9 @@
 -- KEYS[4...]  what the new structure has no use for: removed, unless nothing is published.
 -- ARGV[1]  the new manifest (JSON), ARGV[2] its generation.
 -- ARGV[3]  "<id> <generation>" the writer found published, or "" where it found none.
--- ARGV[4]  the staged id, which is taken off the staged hash.
--- Returns  "OK", or "CONFLICT <id> <generation>" with what is published now; nothing is changed then.
+-- ARGV[4]  the staged id, which is taken off the staged hash; "" where nothing was staged.
+-- Returns  "GONE" where the staged id is not on the hash any more: its chunks may have been removed.
+--          "OK", or "CONFLICT <id> <generation>" with what is published now; nothing is changed then.
 local current = redis.call('GET', KEYS[1])
 local found = ''
 if current then
@@ -14,6 +15,9 @@ if current then
 end
 if found ~= ARGV[3] then
   return 'CONFLICT ' .. found
+end
+if ARGV[4] ~= '' and redis.call('HEXISTS', KEYS[2], ARGV[4]) == 0 then
+  return 'GONE'
 end
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('SET', KEYS[3], ARGV[2])

@@ -12,6 +12,7 @@ end
 for i = 2, #KEYS do
   redis.call('UNLINK', KEYS[i])
 end
-redis.call('HSET', KEYS[1], 'cursor', 0, 'samples', 0, 'fifo', 0, 'max_priority', 1)
-redis.call('HINCRBY', KEYS[1], 'incarnation', 1)
+local incarnation = (tonumber(redis.call('HGET', KEYS[1], 'incarnation')) + 1) % 32768
+redis.call('HSET', KEYS[1], 'cursor', 0, 'samples', 0, 'fifo', 0, 'max_priority', 1, 'former', '',
+  'incarnation', string.format('%.0f', incarnation))
 return {'OK'}

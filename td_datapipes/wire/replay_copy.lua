@@ -14,6 +14,6 @@ for i = 3, #KEYS, 2 do
     redis.call('DEL', KEYS[i + 1])
   end
 end
-local incarnation = math.max(before, tonumber(redis.call('HGET', source, 'incarnation'))) + 1
-redis.call('HSET', target, 'frozen', ARGV[1], 'incarnation', string.format('%.0f', incarnation))
+local incarnation = (math.max(before, tonumber(redis.call('HGET', source, 'incarnation'))) + 1) % 32768
+redis.call('HSET', target, 'frozen', ARGV[1], 'former', '', 'incarnation', string.format('%.0f', incarnation))
 return {'OK', redis.call('HGET', target, 'cursor'), string.format('%.0f', incarnation)}

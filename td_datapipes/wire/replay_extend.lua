@@ -10,9 +10,11 @@
 -- ARGV[7]  "1": nothing is done unless this writer's call before this one was carried out: {"AFTER"}.
 -- Returns  {"OK", cursor before, incarnation}; {"GONE"}; {"FROZEN"}; {"WAIT", rows written, samples drawn}.
 --include replay_tree
+--include replay_lineage
 local state = redis.call('HMGET', KEYS[1], 'cursor', 'incarnation', 'capacity', 'records_per_chunk', 'stride_bytes',
   'chunk_bytes', 'stripes', 'stripe', 'frozen', 'levels', 'max_priority', 'samples', 'samples_per_insert', 'min_size',
-  'max_diff', 'id_at', 'id_bytes', 'step_at', 'step_format', 'reward_at', 'reward_format', 'done_at', 'terminated_at')
+  'max_diff', 'id_at', 'id_bytes', 'step_at', 'step_format', 'reward_at', 'reward_format', 'done_at', 'terminated_at',
+  'server', 'former')
 if not state[1] then
   return {'GONE'}
 end
@@ -39,6 +41,20 @@ if state[13] ~= '' then
   if math.min(cursor, capacity) + count > tonumber(state[14]) and diff > tonumber(state[15]) then
     return {'WAIT', state[1], state[12]}
   end
+end
+
+-- Another server than the one that wrote last: from here on it may give numbers to rows that name others elsewhere.
+local server = lineage_id()
+if server ~= '' and state[24] ~= server then
+  if state[24] and state[24] ~= '' then
+    local former = (state[25] or '') .. state[2] .. ' ' .. state[1] .. ';'
+    if #former > 600 then
+      former = former:sub(former:find(';', -400, true) + 1)
+    end
+    state[2] = lineage_next(state[2], server)
+    redis.call('HSET', KEYS[1], 'incarnation', state[2], 'former', former)
+  end
+  redis.call('HSET', KEYS[1], 'server', server)
 end
 
 -- Runs of adjacent slots: {first slot, number of rows, rows before it}. Cut at chunk ends and where the ring ends.

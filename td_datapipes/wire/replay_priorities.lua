@@ -6,7 +6,9 @@
 -- ARGV[3]  pairs (write number, priority) of little-endian doubles, ascending by slot, no slot twice.
 -- Returns  {"OK", cursor, incarnation, one byte a row: "1" where it is gone}; {"GONE"}; {"FROZEN"}.
 --include replay_tree
-local state = redis.call('HMGET', KEYS[1], 'cursor', 'incarnation', 'capacity', 'levels', 'max_priority', 'frozen')
+--include replay_lineage
+local state = redis.call('HMGET', KEYS[1], 'cursor', 'incarnation', 'capacity', 'levels', 'max_priority', 'frozen',
+  'former')
 if not state[1] then
   return {'GONE'}
 end
@@ -16,9 +18,10 @@ end
 local prefix, pairs_ = ARGV[1], ARGV[3]
 local cursor, capacity, highest = tonumber(state[1]), tonumber(state[3]), tonumber(state[5])
 local gone, nodes, raised = {}, {}, false
+local newest = lineage_last(ARGV[2], cursor, state[2], state[7] or '')
 for i = 1, #pairs_ / 16 do
   local number, priority = struct.unpack('<dd', pairs_, 16 * i - 15)
-  if state[2] ~= ARGV[2] or number > cursor or number <= cursor - capacity or number < 1 then
+  if number > newest or number <= cursor - capacity or number < 1 then
     gone[i] = '1'
   else
     gone[i] = '0'

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from td_datapipes.errors import ConfigurationError, SchemaError
 from td_datapipes.replay.options import LinearSchedule, NStep, RateLimit, Slices, Trajectories
-from td_datapipes.replay.ring import WRITE_NUMBER, Ring, RingOptions, new_ring, split_index
+from td_datapipes.replay.ring import WRITE_NUMBER, Ring, RingOptions, last_named, new_ring, split_index
 from td_datapipes.schema import schema_of
 
 ROWS = schema_of(TensorDict({"x": torch.zeros(2, 3), "id": torch.zeros(2, dtype=torch.int64)}, [2]))
@@ -99,3 +99,24 @@ def test_what_cannot_work_is_refused() -> None:
 def test_a_linear_schedule_stays_at_its_end() -> None:
     schedule = LinearSchedule(0.4, 1.0, 10)
     assert [schedule(n) for n in (0, 5, 10, 99)] == pytest.approx([0.4, 0.7, 1.0, 1.0])
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["write", "take over"]), st.integers(0, 9)), max_size=30),
+    asked=st.integers(0, 20),
+)
+def test_an_index_names_a_row_for_as_long_as_nobody_took_over_without_it(
+    steps: list[tuple[str, int]], asked: int
+) -> None:
+    rows: list[int] = []  # under which incarnation each was written
+    incarnation, former = 0, b""
+    for what, number in steps:
+        if what == "write":
+            rows += [incarnation] * number
+        else:
+            rows = rows[: max(0, len(rows) - number)]
+            former += b"%d %d;" % (incarnation, len(rows))
+            incarnation += 1
+    found = last_named(asked, len(rows), incarnation, former)
+    # Any incarnation from a row's own on named it, and the rows it named are the first ones.
+    assert found == (None if asked > incarnation else sum(its <= asked for its in rows))
