@@ -187,7 +187,7 @@ class _ReadAhead:
         return batch.make()
 
     def _wake(self) -> None:
-        """Tell the thread, if there is something to do: woken for nothing, it takes the interpreter from the consumer."""
+        """Tell the thread if it has something to do: woken for nothing, it takes the interpreter from the consumer."""
         if self._has_work():
             self._changed.notify_all()
 
