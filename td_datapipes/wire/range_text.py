@@ -89,7 +89,7 @@ def set_commands(
         lengths: ``[ranges]``.
         data: the ranges' bytes, one behind the other.
     """
-    distinct, length_of = np.unique(lengths, return_inverse=True)
+    distinct, length_of = _distinct(lengths)
     middles = [b"$%d\r\n" % length for length in distinct.tolist()]
     head_bytes = np.array([len(head) for head in heads])[head_of]
     first = _Numbers.of(starts)
@@ -158,6 +158,14 @@ def _padded(numbers: Rows) -> Items:
     parts[..., 0], parts[..., 1], parts[..., 2] = _FOURS[top], _FOURS[middle], _FOURS[low]
     parts[..., 3] = _LINE_END
     return np.ndarray(numbers.shape, f"V{_PAD + 2}", parts, 0, parts.strides[:-1])
+
+
+def _distinct(numbers: Rows) -> tuple[Rows, Rows]:
+    """The numbers, each once, and which of them each is; as a rule there is one."""
+    if int(numbers.min()) == int(numbers.max()):
+        return numbers[:1], np.zeros(len(numbers), dtype=np.int64)
+    found, which = np.unique(numbers, return_inverse=True)
+    return found, which
 
 
 def _put(text: npt.NDArray[np.uint8], places: Rows, items: Items) -> None:

@@ -268,9 +268,12 @@ def _set_ranges(writes: RangeWrites) -> Iterator[bytes | memoryview]:
 
 def _fit_text(packed: npt.NDArray[np.uint32]) -> bool:
     """Whether `set_commands` writes them faster than one by one."""
-    if len(packed) < MIN_TEXT_RANGES or int(packed[:, 2].max()) > MAX_TEXT_RANGE_BYTES:
+    if len(packed) < MIN_TEXT_RANGES:
         return False
-    return int(packed[:, 1].max()) < MAX_END_BYTES and len(np.unique(packed[:, 2])) <= MAX_TEXT_LENGTHS
+    longest = int(packed[:, 2].max())
+    if longest > MAX_TEXT_RANGE_BYTES or int(packed[:, 1].max()) >= MAX_END_BYTES:
+        return False
+    return longest == int(packed[:, 2].min()) or len(np.unique(packed[:, 2])) <= MAX_TEXT_LENGTHS
 
 
 def _texts(heads: Sequence[bytes], ranges: npt.NDArray[np.int64], data: memoryview) -> Iterator[memoryview]:
