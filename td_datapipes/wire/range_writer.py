@@ -1,8 +1,8 @@
 """Writes ranges of chunks if nothing has changed that they depend on, all of them or none, in one round trip.
 
-A few short ranges are written by one Lua call. A range costs several times as much there as in a SETRANGE of its own,
-and long ones are copied twice more, so otherwise a Lua call only looks, and the ranges follow in a transaction that the
-same call can keep from being carried out.
+Short ranges are written by one Lua call, unless they are many. Longer ones would be copied twice more there, and a range
+costs the server more than in a SETRANGE of its own, so a Lua call only looks, and the ranges follow in a transaction
+that the same call can keep from being carried out.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from td_datapipes.wire.scripts import load_script
 
 __all__ = ["RangeWriter", "RangeWrites"]
 
-MAX_SCRIPT_RANGES = 32
-"""So many short ranges are written by Lua."""
-SHORT_RANGE_BYTES = 512
+MAX_SCRIPT_RANGES = 511
+"""So many short ranges are written by Lua; more cost the server more than a transaction costs both."""
+SHORT_RANGE_BYTES = 256
+"""Ranges that are shorter than this on average are short."""
 SHORT_BYTES = 4096
 """All in all, that are written by Lua even if each of them is long."""
-MIN_TEXT_RANGES = 48
+MIN_TEXT_RANGES = 512
 """From so many on, numpy's calls cost less than formatting each range."""
-MAX_TEXT_RANGE_BYTES = 4096
+MAX_TEXT_RANGE_BYTES = 1024
 """Longer ranges are better sent from where they are than copied."""
 MAX_TEXT_LENGTHS = 8
 """Numpy is called for each length there is."""
