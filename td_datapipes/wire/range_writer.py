@@ -1,8 +1,8 @@
 """Writes ranges of chunks if nothing has changed that they depend on, all of them or none, in one round trip.
 
-Short ranges are written by one Lua call, unless they are many. Longer ones would be copied twice more there, and a range
-costs the server more than in a SETRANGE of its own, so a Lua call only looks, and the ranges follow in a transaction
-that the same call can keep from being carried out.
+Short ranges are written by one Lua call, unless they are many. Longer ones would be copied twice more there, and each
+range costs the server more than in a SETRANGE of its own, so a Lua call only looks, and the ranges follow in a
+transaction that the same call can keep from being carried out.
 """
 
 from __future__ import annotations

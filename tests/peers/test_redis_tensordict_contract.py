@@ -508,6 +508,22 @@ def test_a_locked_one_takes_values_in_place_and_nothing_else(pair: tuple[Any, Te
         there["newer"] = torch.zeros(12)
 
 
+@pytest.mark.parametrize("width", [1, 90, 400])
+def test_hundreds_of_scattered_rows_and_elements_are_written(server: ServerProcess, layout: str, width: int) -> None:
+    td = TensorDict({"a": torch.zeros(2000, width), "b": torch.zeros(2000, dtype=torch.int64)}, [2000])
+    there = remote(td, server, layout, "many")
+    rows = torch.as_tensor(np.random.default_rng(width).choice(2000, 700, replace=False))
+    rows = torch.cat([rows, rows[:3], rows[-1:] + 1]).clamp(max=1999)  # some twice, some neighbours
+    values = TensorDict({"a": torch.randn(len(rows), width), "b": torch.arange(len(rows))}, [len(rows)])
+    there[rows] = values
+    for position, row in enumerate(rows.tolist()):  # of a row that comes twice the last value stays
+        td[row] = values[position]
+    assert_same(there.to_local(), td)
+    there.set_at_("a", 7.5, (slice(0, 1400, 2), 0))
+    td.set_at_("a", 7.5, (slice(0, 1400, 2), 0))
+    assert_same(there.to_local(), td)
+
+
 def test_what_is_excluded_or_not_selected_in_place_is_removed_from_the_server(pair: tuple[Any, TensorDict]) -> None:
     there, td = pair
     assert there.exclude("a", ("n", "deep", "flag"), "missing", inplace=True) is there
