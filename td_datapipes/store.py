@@ -7,8 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -21,23 +20,23 @@ from td_datapipes.cost import CostModel
 from td_datapipes.errors import (
     ConfigurationError,
     DataLossError,
-    DatasetChangedError,
     ServerNotReadyError,
     ServerTimeoutError,
     ServerUnavailableError,
     TDDatapipesError,
 )
-from td_datapipes.heap_batch import RaggedOptions, ValuesBatch, join_batches
-from td_datapipes.heap_plan import HeapSlab, plan_values
+from td_datapipes.heap_batch import ValuesBatch, join_batches
+from td_datapipes.heap_plan import plan_values
 from td_datapipes.integrity import load_checksums
-from td_datapipes.layouts import FieldPart, StoreDescription, build_read_spec, layout_of, nodes_of_parts
+from td_datapipes.layouts import FieldPart, build_read_spec, layout_of, nodes_of_parts
 from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
-from td_datapipes.plan import STRATEGIES, ReadPlan, Strategy, plan_read
+from td_datapipes.plan import ReadPlan, Strategy, plan_read
+from td_datapipes.read_failure import FailedRead
+from td_datapipes.read_options import REPLICA, ReadOptions
 from td_datapipes.read_spec import ReadSpec, Rows
-from td_datapipes.schema import Field, format_key, new_tensordict
-from td_datapipes.slabs import Slab
-from td_datapipes.upstream import Description, find_description
+from td_datapipes.schema import Field, new_tensordict
+from td_datapipes.upstream import Description
 from td_datapipes.verified import ChunkChecks, HeapChecks, VerifyingSink
 from td_datapipes.wire.cluster_reader import ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault, error_from_text
@@ -58,7 +57,6 @@ MAX_LUA_COLUMN_BYTES = 128
 MIN_LUA_ROWS = 32
 MAX_SNAPSHOT_BYTES = 32 << 20
 """Of rows of several ranges that are read in one step, which blocks the server while it runs."""
-_MASTER, _REPLICA = "master", "replica"
 _LOG = logging.getLogger("td_datapipes")
 _LENGTHS_ROWS = 1 << 16
 """Read at once where only lengths are."""
@@ -66,46 +64,6 @@ _DOUBTS = 2
 """How often missing bytes are asked for again on a cluster, of whoever has their slots by then."""
 _DOUBT_SECONDS = 0.15
 """Before each of them: time for the nodes to hear of a slot that moved."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadOptions:
-    """How rows are read.
-
-    Attributes:
-        strategy: ``auto``, or the one to force: ``covering``, ``pipelined``, ``lua``.
-        strided: give views of the receive buffer in place of contiguous tensors.
-        pin_memory: give page-locked tensors.
-        atomic: read every batch in one step: one consistent snapshot. Values of variable length are of published
-            generations, which never change, and are read by ranges all the same.
-        verify: compare chunks that are read whole with their checksums.
-        read_from: ``master``, or ``replica`` for a replica of each master where there is one.
-        ragged: what becomes of values of variable length.
-    """
-
-    strategy: Strategy = "auto"
-    strided: bool = False
-    pin_memory: bool = False
-    atomic: bool = False
-    read_from: str = _MASTER
-    verify: bool = False
-    ragged: RaggedOptions = field(default_factory=RaggedOptions)
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ConfigurationError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
-        if self.atomic and self.strategy not in ("auto", "lua"):
-            raise ConfigurationError(
-                f"atomic=True reads in one step; it cannot be combined with strategy={self.strategy!r}"
-            )
-
-        if self.read_from not in (_MASTER, _REPLICA):
-            raise ConfigurationError(f"read_from must be 'master' or 'replica', got {self.read_from!r}")
-
-    @property
-    def plan_strategy(self) -> Strategy:
-        """What the planner is told."""
-        return "lua" if self.atomic else self.strategy
 
 
 class RowReader:
@@ -322,7 +280,7 @@ class RowReader:
 
     def new_plan_reader(self, stats: ReadStats) -> ClusterPlanReader:
         """A reader with connections of its own, dialled when they are first needed."""
-        replica = self.options.read_from == _REPLICA
+        replica = self.options.read_from == REPLICA
         return ClusterPlanReader(self.server, self._layout.chunk_key, stats, guard=self._guard, from_replicas=replica)
 
     def read_over(self, other: RowReader) -> None:
@@ -351,12 +309,12 @@ class RowReader:
                 failed = self._named(self._asked, fault, doubted)
                 doubted += isinstance(failed, DataLossError)
             except StaleFault:
-                raise self._changed() from None
+                raise self._failed.changed() from None
             if tries is None:  # made when it is needed: most reads succeed at once
                 tries = server.retry.begin(deadline, others_take_over=server.others_take_over)
             self._again(tries, failed)
             plans.from_replicas = False
-        plans.from_replicas = self.options.read_from == _REPLICA
+        plans.from_replicas = self.options.read_from == REPLICA
         return batch
 
     def _try(self, plan: ReadPlan, rows: Rows, deadline: float) -> TensorDict:
@@ -392,7 +350,7 @@ class RowReader:
         # A replica lags; a node of a cluster may have ceased to be the owner of what it does not have.
         doubtful = self._plans.from_replicas or (self._plans.on_cluster and doubted < _DOUBTS)
         if not fault.passes:
-            explained = self._explain(plan, fault)
+            explained = self._failed.explain(fault.part or plan.slabs[fault.slab], fault)
             if fault.text or not doubtful or not isinstance(explained, DataLossError):
                 raise explained from None
             return explained
@@ -439,81 +397,14 @@ class RowReader:
         if not self.costs.settled and plan.strategy != "lua":
             self.costs.observe(plan.num_ranges, plan.num_bytes, seconds)
 
-    def _explain(self, plan: ReadPlan, fault: RangeFault) -> TDDatapipesError:
-        """The error for a range that did not come back as asked."""
-        slab = fault.part or plan.slabs[fault.slab]
-        what = self._describe(slab, fault.index)
-        if fault.text and not fault.text.startswith("WRONGTYPE"):
-            return error_from_text(fault.text, self.server.address, f"reading {what}")
-        with suppress(TDDatapipesError):
-            current = find_description(self.server, self.manifest.name)
-            if isinstance(self.manifest, StoreDescription):
-                if isinstance(current, StoreDescription) and self.manifest.difference(current):
-                    return self._changed(current)
-            elif self.manifest.kind == "mutable" and current is not None and current.id == self.manifest.id:
-                if current.generation != self.manifest.generation:
-                    return self._changed(current)
-            elif current is not None and current.id != self.manifest.id:
-                return DatasetChangedError(
-                    f"{what}: data set {self.manifest.name!r} has been written anew since it was opened "
-                    f"({self.manifest.created}, now generation {current.generation}); open it again"
-                )
-        if fault.text:
-            cause = f"the key holds something else ({fault.text}): another program wrote to it"
-        else:
-            cause = self._cause(fault.received_bytes or 0)
-        return DataLossError(
-            f"{what}: {fault.expected_bytes} bytes expected, {fault.received_bytes or 0} received; {cause}"
-        )
-
-    def _changed(self, current: Description | None = None) -> DatasetChangedError:
-        """The error for a store whose leaves are no longer what they were when it was opened."""
-        found = current or find_description(self.server, self.manifest.name)
-        difference = "it is another data set now"
-        if isinstance(self.manifest, Manifest) and isinstance(found, Manifest) and found.id == self.manifest.id:
-            difference = self.manifest.schema.difference(found.schema) or "its fields are stored anew"
-        if isinstance(self.manifest, StoreDescription) and (found is None or isinstance(found, StoreDescription)):
-            difference = self.manifest.difference(found) or "a field was written anew while it was read"
-        return DatasetChangedError(
-            f"data set {self.manifest.name!r} at {self.server.address} has changed since it was opened: {difference}; "
-            f"open it again"
-        )
-
-    def _describe(self, slab: Slab, index: int) -> str:
-        """Which data set, chunk, fields and rows a range is about."""
-        ranges = slab.ranges()
-        group, chunk = int(ranges.groups[index]), int(ranges.chunks[index])
-        if isinstance(slab, HeapSlab):
-            key, rows = self._layout.chunk_key(group, chunk).decode(), slab.rows_of(index).tolist()
-            name = format_key(self._varying[slab.values.output].key)
-            shown = ", ".join(map(str, rows[:6])) + (", ..." if len(rows) > 6 else "")
-            return (
-                f"data set {self.manifest.name!r} at {self.server.address}, chunk {key} (values of field {name}, of "
-                f"rows {shown})"
-            )
-        layout = self._layout.chunk_layouts[group]
-        first, stop = layout.rows_of(chunk, self.manifest.rows)
-        asked = slab.rows[(slab.rows >= first) & (slab.rows < stop)]
-        read = {field.key for field in self._fields}
-        names = [format_key(field.key) for field in self.manifest.schema.groups[group].fields if field.key in read]
-        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        key = self._layout.chunk_key(group, chunk).decode()
-        return (
-            f"data set {self.manifest.name!r} at {self.server.address}, chunk {key} (rows {first} to {stop - 1}; "
-            f"asked for {len(asked)} of them from row {int(asked.min())} on), fields {shown}"
-        )
-
-    def _cause(self, received: int) -> str:
-        """The likely cause of a missing or short chunk, from what the server says of itself."""
-        facts = ""
-        with suppress(TDDatapipesError):
-            info = self.server.call("asking why a chunk is missing", _eviction_facts)
-            if info[1]:
-                facts = f" The server evicts keys: maxmemory-policy is {info[0]}, {info[1]} keys were evicted."
-        state = "is missing or empty" if received == 0 else "is shorter than it was written"
-        return (
-            f"the chunk {state}: it was deleted, evicted (maxmemory) or lost in a restart.{facts} "
-            f"Write the data set again"
+    @property
+    def _failed(self) -> FailedRead:
+        return FailedRead(
+            server=self.server,
+            manifest=self.manifest,
+            layout=self._layout,
+            fields=self._fields,
+            varying=self._varying,
         )
 
     @property
@@ -544,8 +435,3 @@ def _guard_of(description: Description, fields: Sequence[Field]) -> Guard | None
         return Guard.of_string(description.structure_key, b"%d" % description.generation)
     leaves = [description.leaf_of[field.key] for field in fields if field.nbytes]
     return Guard.of_hashes((description.meta_key(leaf.path), leaf.expected) for leaf in leaves)
-
-
-def _eviction_facts(client: redis.Redis) -> tuple[str, int]:
-    memory, stats = client.info("memory"), client.info("stats")  # of any node, on a cluster
-    return str(memory.get("maxmemory_policy", "unknown")), int(stats.get("evicted_keys", 0))

@@ -43,7 +43,7 @@ def plain(value: Any) -> Any:
 def assert_same(got: Any, expected: Any, path: tuple[str, ...] = ()) -> None:
     """Same tree, and at each node the same type of collection, batch size and entries."""
     assert got.batch_size == expected.batch_size, path
-    assert set(got.keys()) == set(expected.keys()), path
+    assert set(got.keys()) == set(expected.keys()), (path, set(got.keys()) ^ set(expected.keys()))
     for name in expected.keys():  # noqa: SIM118 - a TensorDict iterates over rows
         mine, theirs = got.get(name), expected.get(name)
         where = (*path, name)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from torch._C._functorch import is_functorch_wrapped_tensor
 
-from td_datapipes.errors import SchemaError
+from td_datapipes.errors import RemoteOperationError, SchemaError
 from td_datapipes.remote.index import RowIndex
 from td_datapipes.remote.tree import Entry
 from td_datapipes.remote.values import encode_value, plain_values
@@ -20,6 +21,7 @@ __all__ = [
     "Additions",
     "ElementValues",
     "as_dict",
+    "check_history",
     "class_path",
     "collect",
     "element_values",
@@ -28,6 +30,7 @@ __all__ = [
     "node_of",
     "row_texts",
     "row_values",
+    "unselected",
     "zeros_like",
 ]
 
@@ -82,6 +85,26 @@ def collect(made: Additions, key: Key, value: Any, *, num_rows: int | None) -> N
         made.entries[key] = plain_values(key, value, num_rows)
 
 
+def check_history(key: Key, value: Any) -> None:
+    """Before an entry is set: in memory it would keep what a server cannot.
+
+    Raises:
+        RemoteOperationError: a tensor within ``torch.vmap``, or with a history of gradients.
+    """
+    if not isinstance(value, torch.Tensor):
+        return
+    if is_functorch_wrapped_tensor(value):
+        raise RemoteOperationError(
+            f"{format_key(key)} is set within torch.vmap, where its values are not known: call what does that on "
+            f"to_local(), or on rows, and write back with update() what should be kept"
+        )
+    if value.grad_fn is not None:
+        raise RemoteOperationError(
+            f"{format_key(key)} is set to a tensor with a history of gradients, which a server does not keep: detach() "
+            f"it or compute it under torch.no_grad(); to train on it, call what sets it on to_local() or on rows"
+        )
+
+
 def items_of(value: Any) -> Iterator[tuple[str, Any]]:
     """The entries of a TensorDict, tensorclass or mapping, one level of them."""
     if isinstance(value, Mapping) and not is_tensor_collection(value):
@@ -90,6 +113,26 @@ def items_of(value: Any) -> Iterator[tuple[str, Any]]:
     td = value if isinstance(value, TensorDictBase) else value._tensordict
     for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows
         yield name, td._get_str(name, None)
+
+
+def unselected(structure: Any, wanted: Iterable[Key], at: Key = ()) -> Iterator[Key]:
+    """What `select` leaves out of a tree, the topmost keys of it.
+
+    Args:
+        structure: the tree, or the node of it at `at`.
+        wanted: what stays, with all that is below.
+        at: where.
+    """
+    kept = set(wanted)
+    for name, value in items_of(structure):
+        key = (*at, name)
+        if any(key[:depth] in kept for depth in range(1, len(key) + 1)):
+            continue
+        above = is_tensor_collection(value) and any(want[: len(key)] == key for want in kept)
+        if above:
+            yield from unselected(value, kept, key)
+        else:
+            yield key
 
 
 def zeros_like(value: torch.Tensor, indexed_dims: int, batch_size: torch.Size) -> torch.Tensor:

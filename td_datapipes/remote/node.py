@@ -210,7 +210,8 @@ class RemoteNode:
         sort: bool = False,
     ) -> Any:
         """As ``TensorDict.keys``; nothing is read from the server."""
-        return self.structure.keys(include_nested, leaves_only, is_leaf, sort=sort)
+        known = self.structure if self._prefix else self._tree.skeleton  # the root's, without a walk
+        return known.keys(include_nested, leaves_only, is_leaf, sort=sort)
 
     def entry_class(self, key: Any) -> type:
         """Of what `get` gives for that key; nothing is read from the server."""

@@ -34,7 +34,7 @@ LOCAL = (
     *("reshape", "repeat", "repeat_interleave", "tile", "roll", "rot90", "flip", "fliplr", "flipud", "gather"),
     *("masked_fill", "masked_select", "where", "scatter", "densify", "consolidate", "contiguous", "flatten_keys"),
     *("unflatten_keys", "filter_non_tensor_data", "replace", "new_empty", "new_full", "new_ones", "new_tensor"),
-    *("new_zeros", "non_tensor_items", "separates", "exclude", "memmap", "memmap_like", "save", "dumps"),
+    *("new_zeros", "non_tensor_items", "separates", "memmap", "memmap_like", "save", "dumps"),
     *("state_dict", "pad", "detach", "gather_and_stack", "send", "isend"),
     *("asend", "rename", "rename_keys", "pin_memory", "to_store"),
     *("__eq__", "__ne__", "__xor__", "__or__", "__ge__", "__gt__", "__le__", "__lt__", "__and__", "__invert__"),

@@ -64,20 +64,20 @@ def row_writes(
     layouts: Sequence[ChunkLayout],
     chunk_key: Callable[[int, int], bytes],
     values: Mapping[Key, torch.Tensor],
-    rows: Rows,
+    rows: Rows | range,
 ) -> Write:
     """Write whole fields of rows: the fields of a group that lie side by side as one range a row, adjacent rows as one.
 
     Args:
         schema, layouts, chunk_key: of the data set.
         values: for each field to write ``[n, *shape]``, of its dtype.
-        rows: ``[n]``; of a row that comes twice the last value stays.
+        rows: ``[n]``; of a row that comes twice the last value stays. A range is known to be adjacent rows.
     """
     parts: list[_Part] = []
     for number, group in enumerate(schema.groups):
         wanted = [field for field in group.fields if field.key in values and field.nbytes]
         for run in _runs(group, wanted):
-            parts.append(_run_part(number, group, run, values, rows))
+            parts.append(_run_part(number, group, run, values, rows, layouts[number]))
     return _assemble(parts, layouts, chunk_key)
 
 
@@ -97,10 +97,18 @@ def _runs(group: Group, wanted: Sequence[Field]) -> Iterator[list[Field]]:
         yield run
 
 
-def _run_part(number: int, group: Group, run: Sequence[Field], values: Mapping[Key, torch.Tensor], rows: Rows) -> _Part:
+def _run_part(
+    number: int,
+    group: Group,
+    run: Sequence[Field],
+    values: Mapping[Key, torch.Tensor],
+    rows: Rows | range,
+    layout: ChunkLayout,
+) -> _Part:
     low = run[0].offset_bytes
     high = run[-1].offset_bytes + run[-1].nbytes
-    if low == 0 and len(run) == sum(field.nbytes > 0 for field in group.fields):
+    complete = low == 0 and len(run) == sum(field.nbytes > 0 for field in group.fields)
+    if complete:
         high = group.stride_bytes  # so that adjacent rows are one range
     width, n = high - low, len(rows)
     if len(run) == 1 and run[0].nbytes == width:
@@ -111,6 +119,12 @@ def _run_part(number: int, group: Group, run: Sequence[Field], values: Mapping[K
             source = row_bytes_view(_plain(values[field.key]), field.nbytes)
             if n:
                 np.ndarray((n,), source.dtype, records, field.offset_bytes - low, (width,))[:] = source
+    if isinstance(rows, range):
+        # One range a chunk, found without looking at every row.
+        step = layout.records_per_chunk if complete else 1
+        heads = np.array([*rows[:1], *range((rows.start // step + 1) * step, rows.stop, step)], dtype=np.int64)
+        counts = np.diff(np.append(heads, rows.stop))
+        return _Part(group=number, rows=heads, starts=np.full(len(heads), low), lengths=counts * width, data=records)
     return _Part(group=number, rows=rows, starts=np.full(n, low), lengths=np.full(n, width), data=records)
 
 

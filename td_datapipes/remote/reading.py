@@ -9,7 +9,7 @@ from tensordict import TensorDict, is_non_tensor
 from tensordict.base import NO_DEFAULT
 
 from td_datapipes.errors import RowIndexError
-from td_datapipes.remote.entries import loaded_class
+from td_datapipes.remote.entries import loaded_class, unselected
 from td_datapipes.remote.index import RowIndex, split_index
 from td_datapipes.remote.node import RemoteNode, is_node
 from td_datapipes.remote.operations import refuse
@@ -23,6 +23,8 @@ MAX_ITEMS_BYTES = 64 << 20
 
 class RemoteReading(RemoteNode):
     """Reads entries: whole, or rows of them; what it gives is in memory."""
+
+    _remove: Callable[[Sequence[Key]], Any]
 
     def items(
         self,
@@ -118,10 +120,14 @@ class RemoteReading(RemoteNode):
         node = self._node_at(where)
         return node if kind is None else kind._from_tensordict(node)
 
-    def select(self, *keys: Any, inplace: bool = False, strict: bool = True) -> TensorDict:
-        """As ``TensorDict.select``, of which only what is selected is read. What it gives is in memory."""
+    def select(self, *keys: Any, inplace: bool = False, strict: bool = True) -> Any:
+        """As ``TensorDict.select``, of which only what is selected is read. What it gives is in memory.
+
+        With ``inplace=True`` what is not selected is removed from the server, and the result is this handle.
+        """
         if inplace:
-            raise refuse("select(inplace=True)", str(self._url))
+            self.structure.select(*keys, strict=strict)  # raises where one is missing
+            return self._remove(list(unselected(self.structure, map(normalise_key, keys))))
         found = [key for key in map(normalise_key, keys) if self._entry(key) is not None]
         some = self._read([self._prefix + key for key in found]) if found else self.empty()
         made: TensorDict = some.select(*keys, strict=strict)
@@ -186,10 +192,9 @@ class RemoteReading(RemoteNode):
     # Copies.
 
     def _clone(self, recurse: bool = True) -> Any:
-        if recurse:
-            return self.to_local()
-        made = self._node_at(self._prefix)
-        return made if made is not self else type(self)._opened(self._tree)
+        # A shallow copy, too: what is set in it does not change what it was made from, and losses rely on that.
+        del recurse
+        return self.to_local()
 
     def empty(self, recurse: bool = False, **kwargs: Any) -> TensorDict:
         """An empty TensorDict in memory, of the same batch size, device and names."""

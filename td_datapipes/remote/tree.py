@@ -223,11 +223,14 @@ class Tree(ABC):
         Raises:
             StaleWriteError: a field is stored differently than was known; nothing was written.
         """
-        numbers = np.arange(known.rows, dtype=np.int64) if rows is None else rows
+        numbers: Rows | range = range(known.rows) if rows is None else rows
         schema, layout = known.schema, layout_of(known)
         row_bytes = sum(schema.fields[key].nbytes for key in values)
-        groups = sum(any(field.key in values for field in group.fields) for group in schema.groups)
-        for part in slice_rows(len(numbers), row_bytes, MAX_CALL_BYTES, MAX_CALL_RANGES // max(groups, 1)):
+        groups = [group for group in schema.groups if any(field.key in values for field in group.fields)]
+        if isinstance(numbers, range):  # the records of a group that is written completely are one range a chunk
+            groups = [group for group in groups if not all(field.key in values for field in group.fields)]
+        most = MAX_CALL_RANGES // len(groups) if groups else len(numbers)
+        for part in slice_rows(len(numbers), row_bytes, MAX_CALL_BYTES, most):
             mine = {key: tensor[part] for key, tensor in values.items()}
             write = row_writes(schema, layout.chunk_layouts, layout.chunk_key, mine, numbers[part])
             self._send(known, write, values)

@@ -14,6 +14,7 @@ from tensordict.base import NO_DEFAULT
 from td_datapipes.remote.entries import (
     Additions,
     as_dict,
+    check_history,
     collect,
     element_values,
     items_of,
@@ -55,6 +56,7 @@ class RemoteWriting(RemoteReading):
     def _set(self, key: Key, value: Any, *, inplace: bool | None, validated: bool, ignore_lock: bool = False) -> Any:
         """Set an entry. `inplace` as torch's TensorDict has it: True needs the entry, None takes it if it is there."""
         self._tree.require_writable()
+        check_history(self._prefix + key, value)
         found = self._entry(key, look=inplace is True)
         if inplace is True and found is None:
             raise KeyError(f"key {key!r} not found in {type(self).__name__} with keys {sorted(self.keys())}")
@@ -306,9 +308,24 @@ class RemoteWriting(RemoteReading):
 
     def clear(self) -> Any:
         """Remove all entries."""
+        return self._remove([(key,) for key in self.keys()])
+
+    def exclude(self, *keys: Any, inplace: bool = False) -> Any:
+        """As ``TensorDict.exclude``. What it gives is in memory.
+
+        With ``inplace=True`` the keys are removed from the server, in one step, and the result is this handle.
+        """
+        if inplace:
+            return self._remove([key for key in map(normalise_key, keys) if self._entry(key) is not None])
+        return self.to_local().exclude(*keys)
+
+    def _remove(self, keys: Sequence[Key]) -> Any:
+        """Remove entries, in one step."""
+        self._tree.require_writable()
         self._check_lock(None)
-        gone = [(*self._prefix, key) for key in self.keys()]
-        self._tree.current(lambda: self._tree.put({}, (), gone))
+        gone = [self._prefix + key for key in keys]
+        if gone:
+            self._tree.current(lambda: self._tree.put({}, (), gone))
         return self
 
     def rename_key_(self, old_key: Any, new_key: Any, safe: bool = False) -> Any:

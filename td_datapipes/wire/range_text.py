@@ -1,4 +1,4 @@
-"""Many GETRANGE commands at once, written by numpy: for ranges that do not come again, which no table would know. Pure.
+"""Many GETRANGE or SETRANGE commands at once, written by numpy: for ranges that no table would know. Pure.
 
 Formatting a range in Python takes about 1 us, as long as the server takes to serve it. Here all numbers of a batch are
 turned into digits at once, and every part of a command is moved to its place as one opaque item.
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from td_datapipes.read_spec import Rows
 
-__all__ = ["MAX_END_BYTES", "RangeText", "range_commands"]
+__all__ = ["MAX_END_BYTES", "RangeText", "range_commands", "set_commands"]
 
 Items = npt.NDArray[np.void]
 
@@ -77,6 +77,45 @@ def range_commands(heads: Sequence[bytes], head_of: Rows, starts: Rows, lengths:
     return text.tobytes()
 
 
+def set_commands(
+    heads: Sequence[bytes], head_of: Rows, starts: Rows, lengths: Rows, data: memoryview
+) -> npt.NDArray[np.uint8]:
+    """One SETRANGE a range, in this order, with its bytes: for ranges of a few different lengths.
+
+    Args:
+        heads: what commands begin with, up to the key; at least 12 bytes each.
+        head_of: which of them each range has, ``[ranges]``.
+        starts: below `MAX_END_BYTES`, ``[ranges]``.
+        lengths: ``[ranges]``.
+        data: the ranges' bytes, one behind the other.
+    """
+    distinct, length_of = _distinct(lengths)
+    middles = [b"$%d\r\n" % length for length in distinct.tolist()]
+    head_bytes = np.array([len(head) for head in heads])[head_of]
+    first = _Numbers.of(starts)
+    # head + "$n\r\n" + first + "\r\n" + "$n\r\n" + bytes + "\r\n"
+    middle_bytes = np.array([len(middle) for middle in middles])[length_of]
+    at: Rows = np.cumsum(head_bytes + first.digits + middle_bytes + lengths + 8)
+    text = np.empty(int(at[-1]), dtype=np.uint8)
+    ends, bodies = at - 2, at - lengths - 2
+    numbers = bodies - middle_bytes - 2  # behind their last digits
+    _put(text, numbers - _PAD, first.text)  # the zeros in front are written over
+    _put(text, numbers - first.digits - 4, _LENGTHS[first.digits])
+    before = numbers - first.digits - 4 - head_bytes
+    for number, head in enumerate(heads):
+        places = before[head_of == number]
+        if len(places):
+            _put(text, places, np.array(head, dtype=f"V{len(head)}"))
+    _put(text, ends, np.array(b"\r\n", dtype="V2"))
+    source, offsets = np.frombuffer(data, dtype=np.uint8), np.cumsum(lengths) - lengths
+    for number, (length, middle) in enumerate(zip(distinct.tolist(), middles, strict=True)):
+        mine = slice(None) if len(distinct) == 1 else length_of == number
+        _put(text, (bodies - middle_bytes)[mine], np.array(middle, dtype=f"V{len(middle)}"))
+        windows = np.ndarray((len(source) - length + 1,), f"V{length}", source, 0, (1,))
+        _put(text, bodies[mine], windows[offsets[mine]])
+    return text
+
+
 @dataclass(frozen=True)
 class _Numbers:
     """How many digits each number has, and its text with zeros in front and a line end behind."""
@@ -119,6 +158,14 @@ def _padded(numbers: Rows) -> Items:
     parts[..., 0], parts[..., 1], parts[..., 2] = _FOURS[top], _FOURS[middle], _FOURS[low]
     parts[..., 3] = _LINE_END
     return np.ndarray(numbers.shape, f"V{_PAD + 2}", parts, 0, parts.strides[:-1])
+
+
+def _distinct(numbers: Rows) -> tuple[Rows, Rows]:
+    """The numbers, each once, and which of them each is; as a rule there is one."""
+    if int(numbers.min()) == int(numbers.max()):
+        return numbers[:1], np.zeros(len(numbers), dtype=np.int64)
+    found, which = np.unique(numbers, return_inverse=True)
+    return found, which
 
 
 def _put(text: npt.NDArray[np.uint8], places: Rows, items: Items) -> None:

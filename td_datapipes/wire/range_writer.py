@@ -1,7 +1,8 @@
 """Writes ranges of chunks if nothing has changed that they depend on, all of them or none, in one round trip.
 
-Short ranges are written by one Lua call. Longer ones would be copied twice more there, so a Lua call only looks, and
-the ranges follow in a transaction that the same call can keep from being carried out.
+Short ranges are written by one Lua call, unless they are many. Longer ones would be copied twice more there, and each
+range costs the server more than in a SETRANGE of its own, so a Lua call only looks, and the ranges follow in a
+transaction that the same call can keep from being carried out.
 """
 
 from __future__ import annotations
@@ -15,21 +16,29 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from td_datapipes.errors import ServerUnavailableError
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.faults import error_from_text
+from td_datapipes.wire.range_text import MAX_END_BYTES, set_commands
 from td_datapipes.wire.requests import bulk
 from td_datapipes.wire.scripts import load_script
 
 __all__ = ["RangeWriter", "RangeWrites"]
 
-MAX_SCRIPT_BYTES = 1 << 20
-"""Of one argument: every server takes strings of that length (the least that proto-max-bulk-len can be)."""
-SHORT_RANGE_BYTES = 512
-"""Ranges that are shorter than this on average are written by Lua."""
+MAX_SCRIPT_RANGES = 511
+"""So many short ranges are written by Lua; more cost the server more than a transaction costs both."""
+SHORT_RANGE_BYTES = 256
+"""Ranges that are shorter than this on average are short."""
 SHORT_BYTES = 4096
-"""All in all, that are written by Lua, whatever the number of ranges."""
+"""All in all, that are written by Lua even if each of them is long."""
+MIN_TEXT_RANGES = 512
+"""From so many on, numpy's calls cost less than formatting each range."""
+MAX_TEXT_RANGE_BYTES = 1024
+"""Longer ranges are better sent from where they are than copied."""
+MAX_TEXT_LENGTHS = 8
+"""Numpy is called for each length there is."""
 _PART_BYTES = 256 * 1024
 _ATTEMPTS = 8
 _MULTI = b"*1\r\n$5\r\nMULTI\r\n"
@@ -123,7 +132,7 @@ class RangeWriter:
             self._reset()
         num_bytes, num_ranges = len(writes.data), len(writes.packed) // 12
         short = num_bytes < max(num_ranges * SHORT_RANGE_BYTES, SHORT_BYTES)
-        by_script = short and num_bytes <= MAX_SCRIPT_BYTES
+        by_script = short and num_ranges <= MAX_SCRIPT_RANGES
         with self._lock:
             for _ in range(_ATTEMPTS):
                 if by_script:
@@ -233,7 +242,11 @@ def _by_transaction(
 def _set_ranges(writes: RangeWrites) -> Iterator[bytes | memoryview]:
     """One SETRANGE a range, short ones joined: each part costs a system call."""
     heads = [b"*4\r\n$8\r\nSETRANGE\r\n" + bulk(key) for key in writes.keys]
-    ranges = np.frombuffer(writes.packed, dtype="<u4").reshape(-1, 3).tolist()
+    packed = np.frombuffer(writes.packed, dtype="<u4").reshape(-1, 3)
+    if _fit_text(packed):
+        yield from _texts(heads, packed.astype(np.int64), writes.data)
+        return
+    ranges = packed.tolist()
     parts: list[bytes | memoryview] = []
     at = held = 0
     for key, start, length in ranges:
@@ -252,3 +265,25 @@ def _set_ranges(writes: RangeWrites) -> Iterator[bytes | memoryview]:
             parts, held = [], 0
     if parts:
         yield b"".join(parts)
+
+
+def _fit_text(packed: npt.NDArray[np.uint32]) -> bool:
+    """Whether `set_commands` writes them faster than one by one."""
+    if len(packed) < MIN_TEXT_RANGES:
+        return False
+    longest = int(packed[:, 2].max())
+    if longest > MAX_TEXT_RANGE_BYTES or int(packed[:, 1].max()) >= MAX_END_BYTES:
+        return False
+    return longest == int(packed[:, 2].min()) or len(np.unique(packed[:, 2])) <= MAX_TEXT_LENGTHS
+
+
+def _texts(heads: Sequence[bytes], ranges: npt.NDArray[np.int64], data: memoryview) -> Iterator[memoryview]:
+    """Some at a time: what is written anew each time should stay in the processor's cache."""
+    ends = np.cumsum(ranges[:, 2])
+    cuts = [*(np.nonzero(np.diff(ends // _PART_BYTES))[0] + 1).tolist(), len(ranges)]
+    first = begin = 0
+    for cut in cuts:
+        part, end = ranges[first:cut], int(ends[cut - 1])
+        used, head_of = np.unique(part[:, 0], return_inverse=True)
+        yield set_commands([heads[key] for key in used.tolist()], head_of, part[:, 1], part[:, 2], data[begin:end]).data
+        first, begin = cut, end

@@ -508,6 +508,39 @@ def test_a_locked_one_takes_values_in_place_and_nothing_else(pair: tuple[Any, Te
         there["newer"] = torch.zeros(12)
 
 
+@pytest.mark.parametrize("width", [1, 90, 400])
+def test_hundreds_of_scattered_rows_and_elements_are_written(server: ServerProcess, layout: str, width: int) -> None:
+    td = TensorDict({"a": torch.zeros(2000, width), "b": torch.zeros(2000, dtype=torch.int64)}, [2000])
+    there = remote(td, server, layout, "many")
+    rows = torch.as_tensor(np.random.default_rng(width).choice(2000, 700, replace=False))
+    rows = torch.cat([rows, rows[:3], rows[-1:] + 1]).clamp(max=1999)  # some twice, some neighbours
+    values = TensorDict({"a": torch.randn(len(rows), width), "b": torch.arange(len(rows))}, [len(rows)])
+    there[rows] = values
+    for position, row in enumerate(rows.tolist()):  # of a row that comes twice the last value stays
+        td[row] = values[position]
+    assert_same(there.to_local(), td)
+    there.set_at_("a", 7.5, (slice(0, 1400, 2), 0))
+    td.set_at_("a", 7.5, (slice(0, 1400, 2), 0))
+    assert_same(there.to_local(), td)
+
+
+def test_what_is_excluded_or_not_selected_in_place_is_removed_from_the_server(pair: tuple[Any, TensorDict]) -> None:
+    there, td = pair
+    assert there.exclude("a", ("n", "deep", "flag"), "missing", inplace=True) is there
+    td.exclude("a", ("n", "deep", "flag"), inplace=True)
+    assert_same(RedisTensorDict.from_redis(there.url).to_local(), td)
+    assert there.select("b", ("n", "x"), inplace=True) is there
+    td.select("b", ("n", "x"), inplace=True)
+    assert_same(RedisTensorDict.from_redis(there.url).to_local(), td)
+    with pytest.raises(KeyError):
+        there.select("missing", inplace=True)
+    there.select("missing", "b", inplace=True, strict=False)
+    assert list(there.keys()) == ["b"]
+    with there.lock_(), pytest.raises(RuntimeError, match="locked"):
+        there.exclude("b", inplace=True)
+    assert_same_tensor(there["b"], td["b"])
+
+
 # Copies, and what is made of it.
 
 
@@ -519,9 +552,11 @@ def test_clones_and_copies_are_in_memory_and_apart(pair: tuple[Any, TensorDict])
     copy = there.clone()
     copy["b"] += 1
     assert torch.equal(there["b"], td["b"])
-    shallow = there.clone(recurse=False)
-    shallow["b"] = torch.zeros(12, dtype=torch.int64)
-    assert torch.equal(there["b"], torch.zeros(12, dtype=torch.int64))
+    for shallow in (there.clone(recurse=False), there.copy()):
+        shallow["b"] = torch.zeros(12, dtype=torch.int64)
+        shallow["fresh"] = torch.zeros(12)
+        assert torch.equal(there["b"], td["b"])
+        assert "fresh" not in there
     assert isinstance(there.to_dict()["n"], dict)
 
 
@@ -770,7 +805,6 @@ def test_iadd_and_other_changes_in_place_raise_and_say_what_to_do(pair: tuple[An
         lambda: there.requires_grad_(),
         lambda: torch.stack(list(td.unbind(0)), out=there),
         lambda: there.load_state_dict({}),
-        lambda: there.select("a", inplace=True),
     ]
     for action in actions:
         with pytest.raises(NotImplementedError, match="to_local"):

@@ -55,6 +55,8 @@ LAYERS = (
     "heap_resume",
     "writer",
     "appender",
+    "read_options",
+    "read_failure",
     "store",
     "store_writer",
     "conversion",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, range_commands
+from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, range_commands, set_commands
 
 COLUMNS = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(0, 100), st.integers(1, 5000), st.integers(0, 40)),
@@ -61,3 +61,30 @@ def test_any_ranges_of_any_keys(sizes: list[int], ranges: list[tuple[int, int, i
     which, starts, lengths = (np.array(column, dtype=np.int64) for column in zip(*chosen, strict=True))
     expected = b"".join(formatted([heads[key]], [(1, 0, length)], [start]) for key, start, length in chosen)
     assert range_commands(heads, which, starts, lengths) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    ranges=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, MAX_END_BYTES - 1), st.sampled_from([1, 7, 68, 1280])),
+        min_size=1,
+        max_size=60,
+    ),
+    seed=st.integers(0, 9),
+)
+def test_any_ranges_to_write(sizes: list[int], ranges: list[tuple[int, int, int]], seed: int) -> None:
+    heads = [b"*4\r\n$8\r\nSETRANGE\r\n$%d\r\n%b\r\n" % (size, b"k" * size) for size in sizes]
+    chosen = [(key % len(heads), start, length) for key, start, length in ranges]
+    data = np.random.default_rng(seed).bytes(sum(length for *_, length in chosen))
+    expected, at = b"", 0
+    for key, start, length in chosen:
+        expected += heads[key] + b"$%d\r\n%d\r\n$%d\r\n%b\r\n" % (
+            len(str(start)),
+            start,
+            length,
+            data[at : at + length],
+        )
+        at += length
+    keys, starts, lengths = np.array(chosen, dtype=np.int64).T
+    assert set_commands(heads, keys, starts, lengths, memoryview(data)).tobytes() == expected

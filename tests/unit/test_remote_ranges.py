@@ -128,6 +128,27 @@ def test_fields_side_by_side_are_one_range_a_row_and_adjacent_rows_one() -> None
     assert (one.num_ranges, len(one.data)) == (4, 48)
 
 
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, bounds=st.tuples(st.integers(0, ROWS), st.integers(0, ROWS)), every=st.booleans())
+def test_a_range_of_rows_is_written_as_its_rows_are(layout: Any, bounds: tuple[int, int], every: bool) -> None:
+    start, stop = min(bounds), max(bounds)
+    keys = [key for group in layout[0] for key in group if key != ("none",)][: None if every else 1]
+    values = {key: drawn((stop - start, *FIELDS[key][1]), FIELDS[key][0], 3) for key in keys}
+    by_range, by_row = Strings(*layout), Strings(*layout)
+    for strings, rows in ((by_range, range(start, stop)), (by_row, np.arange(start, stop))):
+        strings.write(row_writes(strings.schema, strings.layouts, chunk_key, values, rows))
+    assert by_range.chunks == by_row.chunks
+    for key in keys:
+        assert torch.equal(by_range.read(key)[start:stop], values[key])
+
+
+def test_all_rows_of_complete_records_are_one_range_a_chunk() -> None:
+    strings = Strings([[("a",), ("b",), ("n", "c")]], 128)
+    values = {key: drawn((ROWS, *FIELDS[key][1]), FIELDS[key][0], 0) for key in [("a",), ("b",), ("n", "c")]}
+    write = row_writes(strings.schema, strings.layouts, chunk_key, values, range(ROWS))
+    assert write.num_ranges == len(write.keys) == strings.layouts[0].num_chunks(ROWS) > 1
+
+
 def test_the_last_value_of_a_repeated_row_stays() -> None:
     strings = Strings([[("b",)]], 4096)
     values = {("b",): torch.tensor([1, 2, 3], dtype=torch.int8)}
