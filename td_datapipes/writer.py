@@ -81,6 +81,9 @@ MAX_RECORDS_PER_CHUNK = 16384
 _SERVER_STRING_BYTES = 512 << 20
 """What a server takes for one string unless it says otherwise (proto-max-bulk-len)."""
 _SPARE = bytes(SPARE_BYTES)
+PACKED_BYTES = 1 << 20
+"""Of records, packed at a time: they are in the processor's cache when their checksum is taken, and the server, which
+takes a chunk in while the next one is packed, has not taken in all that the socket holds before it gets more."""
 IN_FLIGHT = 2
 """Chunks sent and not yet confirmed."""
 _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, ConnectionError, ServerError, ServerTimeoutError, AuthenticationError)
@@ -375,7 +378,8 @@ class _Staging:
         self._writer = ChunkWriter(server, IN_FLIGHT)
         start = self._manifest(0, 1)
         self._groups = [
-            GroupChunks(start, number, self._put, self.first_row) for number in range(len(self._schema.groups))
+            GroupChunks(start, number, self._put, self.first_row, meanwhile=self._writer.push)
+            for number in range(len(self._schema.groups))
         ]
         for group, sums in zip(self._groups, earlier or (), strict=False):
             group.first_chunk, group.checksums = 0, sums
@@ -522,6 +526,7 @@ class GroupChunks:
         put: sends a chunk.
         first_row: the row that comes next; the chunk it falls in may have earlier ones.
         begun_checksum: of those.
+        meanwhile: called again and again while records are packed.
 
     Attributes:
         rows: the row that comes next.
@@ -530,7 +535,14 @@ class GroupChunks:
     """
 
     def __init__(
-        self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0, begun_checksum: int = 0
+        self,
+        manifest: Manifest,
+        number: int,
+        put: PutChunk,
+        first_row: int = 0,
+        begun_checksum: int = 0,
+        *,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
         self._number, self._put = number, put
         self._group = manifest.schema.groups[number]
@@ -547,6 +559,10 @@ class GroupChunks:
         self.first_chunk = first_row // self._layout.records_per_chunk * self._layout.pieces
         self.checksums: list[int] = []
         self._begun_checksum = begun_checksum
+        # Of the records of the chunk being filled; one that is several chunks long has a checksum for each of those.
+        self._checksum = begun_checksum if self._present else 0
+        self._meanwhile = meanwhile
+        self._step = max(PACKED_BYTES // max(self._group.stride_bytes, 1), 1)
 
     @property
     def last_checksum(self) -> int:
@@ -561,9 +577,13 @@ class GroupChunks:
             self._buffers = np.zeros(self._shape, dtype=np.uint8)
         rows, start = block.rows, 0
         while start < rows:
-            take = min(rows - start, self._layout.records_per_chunk - self._present - self._filled)
+            take = min(rows - start, self._step, self._layout.records_per_chunk - self._present - self._filled)
             out = self._buffers[self._turn, self._filled : self._filled + take]
             block.pack(self._group, start, start + take, out)
+            if self._layout.pieces == 1:
+                self._checksum = zlib.crc32(out.reshape(-1).data, self._checksum)
+            if self._meanwhile is not None:
+                self._meanwhile()
             self._filled += take
             self.rows += take
             start += take
@@ -579,8 +599,10 @@ class GroupChunks:
         step = self._layout.piece_bytes if self._layout.pieces > 1 else len(records)
         for piece in range(self._layout.pieces):
             part = records[piece * step : (piece + 1) * step]
-            self.checksums.append(zlib.crc32(part, self._begun_checksum if self._present else 0))
+            self.checksums.append(self._checksum if self._layout.pieces == 1 else zlib.crc32(part))
             self._put(self._number, first + piece, self._present * self._group.stride_bytes, [part, _SPARE])
         self._turn = (self._turn + 1) % len(self._buffers)
         self._present = (self._present + self._filled) % self._layout.records_per_chunk
         self._filled = 0
+        if not self._present:
+            self._checksum = 0

@@ -7,7 +7,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,8 +131,8 @@ class Staging:
             self._collect(put)
         return made
 
-    def _collect(self, put: PutChunk) -> None:
-        chunks = GroupChunks(self._manifest, 0, put)
+    def _collect(self, put: PutChunk, meanwhile: Callable[[], object] | None = None) -> None:
+        chunks = GroupChunks(self._manifest, 0, put, meanwhile=meanwhile)
         chunks.add(TensorDictBlock(TensorDict(nested_dict(self._tensors), batch_size=[self._rows])))
         chunks.flush()
 
@@ -144,7 +144,7 @@ class Staging:
             writer.set(self._manifest.chunk_key(group, chunk), parts)
 
         try:
-            self._collect(put)
+            self._collect(put, writer.push)
             writer.flush()
         finally:
             writer.settle()
