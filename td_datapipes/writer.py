@@ -444,7 +444,11 @@ class _Staging:
         return replace(manifest, last_checksums=tuple(group.last_checksum for group in self._groups))
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
-        del start_bytes  # every chunk is new
+        if start_bytes:
+            raise InterruptedWriteError(
+                f"chunk {chunk} of group {group} of {self._name!r} would be written from byte {start_bytes} on, without "
+                "what came before; write the data set again without taking the interrupted write up (resume=False)"
+            )
         if time.monotonic() - self._said > HEARTBEAT_SECONDS:
             self._say()
         self._writer.set(self._manifest(0, 1).chunk_key(group, chunk), parts)
