@@ -446,8 +446,8 @@ class _Staging:
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
         if start_bytes:
             raise InterruptedWriteError(
-                f"chunk {chunk} of group {group} of {self._name!r} would be written from byte {start_bytes} on, without "
-                "what came before; write the data set again without taking the interrupted write up (resume=False)"
+                f"chunk {chunk} of group {group} of {self._name!r} would be written from byte {start_bytes} on, "
+                "without what came before; write the data set again, not taking the interrupted write up (resume=False)"
             )
         if time.monotonic() - self._said > HEARTBEAT_SECONDS:
             self._say()

@@ -10,21 +10,33 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from tensordict import TensorDict
-from torch import nn
-from torch.utils.data import DataLoader
 
-from td_datapipes.catalog import connect
+from td_datapipes.cli.late import LateModule, late
 from td_datapipes.cli.options import AsJson, add_command
 from td_datapipes.cli.output import format_bytes, print_json, screen
-from td_datapipes.datasets import RedisTDDataset
 from td_datapipes.errors import ConfigurationError, ServerUnavailableError, TDDatapipesError
-from td_datapipes.server import open_embedded
-from td_datapipes.writer import write_dataset
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from td_datapipes.catalog import connect
+    from td_datapipes.datasets import RedisTDDataset
+    from td_datapipes.server import open_embedded
+    from td_datapipes.writer import write_dataset
+else:
+    torch, nn = LateModule("torch"), LateModule("torch.nn")
+    TensorDict = late("tensordict", "TensorDict")
+    DataLoader = late("torch.utils.data", "DataLoader")
+    connect = late("td_datapipes.catalog", "connect")
+    RedisTDDataset = late("td_datapipes.datasets", "RedisTDDataset")
+    open_embedded = late("td_datapipes.server", "open_embedded")
+    write_dataset = late("td_datapipes.writer", "write_dataset")
 
 __all__ = ["register"]
 

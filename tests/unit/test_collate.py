@@ -15,6 +15,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from td_datapipes.collate import collate_tensordicts, register_collate
 
+register_collate()
+
 
 def batch_of(rows: int) -> TensorDict:
     return TensorDict({"x": torch.arange(rows), "n": TensorDict({"y": torch.ones(rows, 2)}, [rows])}, [rows])

@@ -15,6 +15,8 @@ PACKAGE = "td_datapipes"
 
 LAYERS = (
     "errors",
+    "formats",
+    "collate",
     "varying",
     "schema",
     "manifest",
@@ -73,7 +75,6 @@ LAYERS = (
     "fronts",
     "datapipes",
     "nodes",
-    "collate",
     "dtensor_collate",
     "transfer",
     "shard_loop",
