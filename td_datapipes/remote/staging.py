@@ -19,13 +19,15 @@ from td_datapipes.blocks import TensorDictBlock
 from td_datapipes.catalog import stage, unstage
 from td_datapipes.errors import SchemaError, TDDatapipesError
 from td_datapipes.extras import write_values
+from td_datapipes.group_chunks import IN_FLIGHT, GroupChunks, PutChunk
 from td_datapipes.manifest import ChunkLayout, Manifest, Value
 from td_datapipes.remote.structure import NewGroup
 from td_datapipes.remote.values import OneValue, RowValues
+from td_datapipes.room import check_room, longest_chunk
 from td_datapipes.schema import Group, Key, Node, Schema, dtype_name, format_key
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.writer import BulkWriter
-from td_datapipes.writer import IN_FLIGHT, MAX_RECORDS_PER_CHUNK, GroupChunks, PutChunk, check_room, longest_chunk
+from td_datapipes.writer import MAX_RECORDS_PER_CHUNK
 
 __all__ = ["Staged", "Staging", "nested_dict"]
 

@@ -12,13 +12,13 @@ from rows_in_memory import random_rows
 from scripted_stream import ScriptedStream
 from tensordict import TensorDict
 
-from td_datapipes import writer
+from td_datapipes import group_chunks
 from td_datapipes.blocks import TensorDictBlock
 from td_datapipes.errors import ServerUnavailableError
+from td_datapipes.group_chunks import GroupChunks
 from td_datapipes.manifest import ChunkLayout, Manifest
 from td_datapipes.schema import schema_of
 from td_datapipes.wire.writer import BulkWriter
-from td_datapipes.writer import GroupChunks
 
 ROWS = random_rows(300, {"x": (torch.float32, (5,)), "y": (torch.int16, ())}, seed=3)
 
@@ -51,7 +51,7 @@ class Sent:
 def test_checksums_are_those_of_the_chunks_however_records_are_packed(
     packed_bytes: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "PACKED_BYTES", packed_bytes)
+    monkeypatch.setattr(group_chunks, "PACKED_BYTES", packed_bytes)
     manifest, sent = manifest_of(ROWS, 1600), Sent()
     chunks = GroupChunks(manifest, 0, sent.put, meanwhile=sent.count)
     for start in range(0, 300, batch):

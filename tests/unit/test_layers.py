@@ -53,6 +53,8 @@ LAYERS = (
     "staged",
     "heap_writer",
     "heap_resume",
+    "room",
+    "group_chunks",
     "writer",
     "appender",
     "store",
