@@ -108,7 +108,7 @@ def measure_packing(rows_bytes: int, rounds: int, results: Results) -> bool:
 
 
 def measure_ingest(server: BenchServer, rows_bytes: int, rounds: int, results: Results) -> None:
-    """A whole ingest, from Parquet and from memory, against SET of the same bytes with nothing else to do."""
+    """A whole ingest, from Parquet and from memory, against SET of as many bytes to new keys and nothing else."""
     lines = []
     for columns, kind in ((8, "f8"), (32, "mixed"), (1, "image")):
         table = _images(rows_bytes) if kind == "image" else make_table(columns, kind, rows_bytes // (columns * 8))
@@ -118,9 +118,10 @@ def measure_ingest(server: BenchServer, rows_bytes: int, rounds: int, results: R
             manifest = ingest(table, server.url("x"), overwrite=True)
             chunk = np.ones(CHUNK_BYTES, np.uint8).tobytes()
 
-            def bare(_draw: int, chunks: int = manifest.nbytes // CHUNK_BYTES, chunk: bytes = chunk) -> None:
+            def bare(draw: int, chunks: int = manifest.nbytes // CHUNK_BYTES, chunk: bytes = chunk) -> None:
+                # New keys, as a new data set has: in place of old ones the server would use memory that it has at hand.
                 for number in range(max(chunks, 1)):
-                    server.client.set(f"bare:{number}", chunk)
+                    server.client.set(f"bare:{draw}:{number}", chunk)
 
             def from_memory(_draw: int, table: pa.Table = table) -> None:
                 ingest(table, server.url("m"), overwrite=True)

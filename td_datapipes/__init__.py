@@ -12,8 +12,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from td_datapipes.collate import register_collate
-
 if TYPE_CHECKING:
     from td_datapipes.appender import append_dataset
     from td_datapipes.arrow_rows import ArrowRows
@@ -80,8 +78,6 @@ _HOMES = {
     "verify_dataset": "td_datapipes.integrity",
     "write_dataset": "td_datapipes.writer",
 }
-
-register_collate()
 
 
 def __getattr__(name: str) -> Any:

@@ -39,15 +39,17 @@ from td_datapipes.errors import (
     TDDatapipesError,
 )
 from td_datapipes.garbage import process_is_gone, writer_note
+from td_datapipes.group_chunks import GroupChunks
 from td_datapipes.heap_writer import HeapWriter
 from td_datapipes.integrity import store_checksums
 from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
 from td_datapipes.progress import progress_bar
+from td_datapipes.room import check_room
 from td_datapipes.upstream import open_description
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
-from td_datapipes.writer import GroupChunks, check_room, iterate_batches, persist
+from td_datapipes.writer import iterate_batches, persist
 
 __all__ = ["LEASE_SECONDS", "append_dataset", "append_rows"]
 

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch.utils.data import Dataset
 
 from td_datapipes.catalog import connect
+from td_datapipes.collate import register_collate
 from td_datapipes.cost import CostModel
 from td_datapipes.errors import ConfigurationError, DatasetChangedError, FieldNotFoundError, RowIndexError
 from td_datapipes.extras import Extra, ExtraFields, extra_fields, select_fields
@@ -32,6 +33,9 @@ from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
 __all__ = ["RedisTDDataset"]
+
+# Whoever has one of these may give its rows to torch's loaders. Not with the package: that would import torch.
+register_collate()
 
 DEFAULT_PREFETCH_BYTES = 256 << 20
 

@@ -26,17 +26,17 @@ from tensordict import TensorDict
 from td_datapipes.arrow_rows import ArrowRows
 from td_datapipes.datasets import RedisTDDataset
 from td_datapipes.errors import ConfigurationError, DestinationError, TDDatapipesError
+from td_datapipes.formats import EXPORT_FORMATS
 from td_datapipes.ingest.columns import METADATA_KEY
 from td_datapipes.ingest.safetensors_files import SAFETENSORS_DTYPES
 from td_datapipes.progress import progress_bar
 from td_datapipes.schema import Field, Key, Schema, dtype_name, new_tensordict, schema_of
 from td_datapipes.varying import Varying
 
-__all__ = ["EXPORT_FORMATS", "export"]
+__all__ = ["export"]
 
 BATCH_BYTES = 32 << 20
 MAX_BATCH_ROWS = 131_072
-EXPORT_FORMATS = ("parquet", "safetensors", "memmap")
 _NUMPY_NAMES = frozenset(
     ("bool", "float16", "float32", "float64", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 )

@@ -36,7 +36,8 @@ class RedisTDMixture(JoinedRows):
         sources: a URL and a weight > 0 each. Integers, fractions and decimals are kept exactly, if the period has at
             most 65,536 rows; else shares are rounded to so many parts.
         seed: of all orders, >= 0.
-        fields, strategy, strided, pin_memory, ragged, pad_value, max_length, strings: as for `RedisTDDataset`.
+        fields, strategy, strided, pin_memory, ragged, pad_value, max_length, strings, allow_pickle: as for
+            `RedisTDDataset`.
         prefetch_bytes: limit of what may be read ahead, over all sources, divided by weight.
 
     Raises:
@@ -59,6 +60,7 @@ class RedisTDMixture(JoinedRows):
         pad_value: float = 0,
         max_length: int | None = None,
         strings: Strings = "stack",
+        allow_pickle: bool = False,
     ) -> None:
         self.seed = seed
         self.slots = slots_of_weights([weight for _, weight in sources])
@@ -75,6 +77,7 @@ class RedisTDMixture(JoinedRows):
                     pad_value=pad_value,
                     max_length=max_length,
                     strings=strings,
+                    allow_pickle=allow_pickle,
                     prefetch_bytes=prefetch_bytes and max(prefetch_bytes * slots // self.period, 1),
                 )
                 opened.append(source)

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from td_datapipes.catalog import connect, drop, unlink_keys
+from td_datapipes.collate import register_collate
 from td_datapipes.errors import ConfigurationError, DatasetExistsError
 from td_datapipes.layouts import StoreDescription
 from td_datapipes.manifest import Manifest
@@ -26,6 +27,9 @@ from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
 __all__ = ["RedisTensorDict"]
+
+# Whoever has one of these may give its rows to torch's loaders. Not with the package: that would import torch.
+register_collate()
 
 LayoutName = Literal["records", "tensordict_store"]
 

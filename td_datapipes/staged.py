@@ -6,6 +6,7 @@ what it was reading; which of its chunks arrived, the chunks tell, and the check
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import zlib
@@ -72,7 +73,10 @@ def claim(server: Server, name: str, write: StagedWrite) -> bool:
 
 
 def count_rows(server: Server, manifest: Manifest, limit: int) -> int:
-    """How many rows from the first on have all their chunks, whole, on the server; at most `limit`."""
+    """How many rows from the first on have all their chunks, whole, on the server; at most `limit`.
+
+    They end where a chunk ends in every group: none is gone on with from its middle.
+    """
     rows = limit
     for group, layout in enumerate(manifest.layouts):
         if layout.stride_bytes:
@@ -84,7 +88,8 @@ def count_rows(server: Server, manifest: Manifest, limit: int) -> int:
             )
             # A chunk that is not full is the last one of the rows.
             rows = min(rows, chunks // layout.pieces * layout.records_per_chunk)
-    return rows
+    step = math.lcm(*(layout.records_per_chunk for layout in manifest.layouts if layout.stride_bytes))
+    return rows // step * step
 
 
 def count_full(

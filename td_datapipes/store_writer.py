@@ -24,11 +24,12 @@ from td_datapipes.layouts.tensordict_store import (
     leaf_path,
     store_key,
 )
+from td_datapipes.room import string_limit
 from td_datapipes.schema import Field, Key, Schema, dtype_name, format_key
 from td_datapipes.store_garbage import forget_store, note_store
 from td_datapipes.upstream import describe
 from td_datapipes.wire.server import Server
-from td_datapipes.writer import HEARTBEAT_SECONDS, string_limit
+from td_datapipes.writer import HEARTBEAT_SECONDS
 
 __all__ = ["StoreWriter", "check_string_limit", "leaf_metadata", "store_keys", "tensor_bytes", "value_metadata"]
 

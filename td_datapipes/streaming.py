@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import get_worker_info
 
+from td_datapipes.collate import register_collate
 from td_datapipes.dealing import deal_batch
 from td_datapipes.epochs import EpochBoard, Round
 from td_datapipes.errors import ConfigurationError, StateError
@@ -29,6 +30,9 @@ from td_datapipes.samplers.batch import RowBatch
 from td_datapipes.samplers.states import Position, read_integer
 
 __all__ = ["RowSource", "Stream", "StreamIterator", "StreamOptions", "WorkerShare"]
+
+# Whoever has one of these may give its rows to torch's loaders. Not with the package: that would import torch.
+register_collate()
 
 
 class RowSource(Protocol):

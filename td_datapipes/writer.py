@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import redis
 from tensordict import TensorDictBase, is_tensor_collection
 
@@ -36,59 +33,41 @@ from td_datapipes.errors import (
     InterruptedWriteError,
     SchemaError,
     ServerError,
-    ServerFullError,
     ServerTimeoutError,
     TDDatapipesError,
-    ValueTooLargeError,
 )
 from td_datapipes.garbage import staged_writes, writer_note
+from td_datapipes.group_chunks import IN_FLIGHT, GroupChunks
 from td_datapipes.heap_resume import Arrived, find_arrived, forget_rest
 from td_datapipes.heap_writer import HeapWriter, new_heaps
 from td_datapipes.integrity import store_checksums
-from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
+from td_datapipes.manifest import ChunkLayout, Manifest
 from td_datapipes.progress import progress_bar
+from td_datapipes.room import check_room, longest_chunk, shard_tags
 from td_datapipes.schema import Schema
 from td_datapipes.server import wait_persisted
 from td_datapipes.staged import arrived_checksums, claim, count_rows, going_on, is_abandoned
 from td_datapipes.wire.chunk_writer import ChunkWriter
-from td_datapipes.wire.cluster import choose_tags
 from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
 __all__ = [
-    "DEFAULT_CHUNK_BYTES",
-    "IN_FLIGHT",
     "MAX_RECORDS_PER_CHUNK",
-    "SHARDS_PER_MASTER",
-    "GroupChunks",
-    "PutChunk",
-    "check_room",
     "find_free",
     "iterate_batches",
-    "longest_chunk",
     "persist",
-    "shard_tags",
-    "string_limit",
     "write_dataset",
     "write_rows",
     "write_source",
 ]
 
-DEFAULT_CHUNK_BYTES = 4 << 20
 MAX_RECORDS_PER_CHUNK = 16384
 """Keeps the table of range requests small where records are."""
-_SERVER_STRING_BYTES = 512 << 20
-"""What a server takes for one string unless it says otherwise (proto-max-bulk-len)."""
-_SPARE = bytes(SPARE_BYTES)
-IN_FLIGHT = 2
-"""Chunks sent and not yet confirmed."""
 _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, ConnectionError, ServerError, ServerTimeoutError, AuthenticationError)
 """What ends a write and says nothing against its rows."""
 HEARTBEAT_SECONDS = 10.0
 """How often a writer says that it goes on."""
-SHARDS_PER_MASTER = 4
-"""Of a cluster: a shard cannot be divided when slots are shared out anew, and each is one Lua call."""
 
 
 def write_dataset(
@@ -275,65 +254,6 @@ def _plain(batch: Any) -> TensorDictBase:
     )
 
 
-def longest_chunk(server: Server, wanted: int | None) -> int:
-    """The longest stretch of records a chunk may hold on this server."""
-    if wanted is not None and (wanted < 16 or wanted % 16):
-        raise ConfigurationError(f"chunk_bytes must be a positive multiple of 16, got {wanted}")
-    limit = string_limit(server) - SPARE_BYTES
-    if wanted is not None and wanted > limit:
-        raise ValueTooLargeError(
-            f"chunk_bytes={wanted} is more than {server.address} takes in one string: proto-max-bulk-len leaves "
-            f"{limit}; pass chunk_bytes={limit // 16 * 16} or less, or raise the setting"
-        )
-    return min(wanted or DEFAULT_CHUNK_BYTES, limit // 16 * 16)
-
-
-def string_limit(server: Server) -> int:
-    """The longest string the server takes (``proto-max-bulk-len``)."""
-
-    def command(client: redis.Redis) -> int:
-        try:
-            answer: Any = client.config_get("proto-max-bulk-len")
-        except redis.ResponseError:  # not every user may ask
-            return _SERVER_STRING_BYTES
-        return int(next(iter(answer.values()), _SERVER_STRING_BYTES))
-
-    return server.call("asking for proto-max-bulk-len", command, repeats=True)
-
-
-def shard_tags(server: Server, prefix: str, shards: int | None) -> tuple[str, ...]:
-    """A hash tag for each shard; on a cluster they cover the masters evenly."""
-    cluster = server.cluster()
-    if cluster is None:
-        return tuple(f"{prefix}.{shard}" for shard in range(shards or 1))
-    slots = cluster.refresh()
-    return choose_tags(slots, prefix, shards or SHARDS_PER_MASTER * len(slots.nodes))
-
-
-def check_room(server: Server, schema: Schema, rows: int) -> None:
-    """Refuse early what cannot fit; what is close to the limit is left to the server."""
-    needed = sum(group.stride_bytes for group in schema.groups) * rows
-
-    def command(client: redis.Redis) -> tuple[int, int]:
-        cluster = server.cluster()
-        clients = [client] if cluster is None else [one for _, one in cluster.masters()]
-        try:
-            memories = [one.info("memory") for one in clients]
-        except redis.ResponseError:  # not every user may ask
-            return 0, 0
-        limits = [int(memory.get("maxmemory", 0)) for memory in memories]
-        # A node without a limit takes what the others do not: left to the servers.
-        return (sum(limits) if all(limits) else 0), sum(int(memory.get("used_memory", 0)) for memory in memories)
-
-    limit, used = server.call("asking for its memory", command, repeats=True)
-    if limit and needed > limit - used:
-        raise ServerFullError(
-            f"{server.address} has maxmemory={limit} bytes of which {used} are used; this data set needs {needed} "
-            f"beside them (an older generation stays until the new one is published). "
-            "Raise maxmemory or remove data sets"
-        )
-
-
 def persist(server: Server) -> None:
     """On the embedded server, wait until what was written is on disk."""
     if server.url.folder is not None:
@@ -376,7 +296,8 @@ class _Staging:
         self._writer = ChunkWriter(server, IN_FLIGHT)
         start = self._manifest(0, 1)
         self._groups = [
-            GroupChunks(start, number, self._put, self.first_row) for number in range(len(self._schema.groups))
+            GroupChunks(start, number, self._put, self.first_row, meanwhile=self._writer.push)
+            for number in range(len(self._schema.groups))
         ]
         for group, known in zip(self._groups, sums, strict=False):
             group.first_chunk, group.checksums = 0, known
@@ -448,7 +369,11 @@ class _Staging:
             store_checksums(self._server, manifest, number, first, sums)
 
     def _put(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None:
-        del start_bytes  # every chunk is new
+        if start_bytes:
+            raise InterruptedWriteError(
+                f"chunk {chunk} of group {group} of {self._name!r} would be written from byte {start_bytes} on, "
+                "without what came before; write the data set again, not taking the interrupted write up (resume=False)"
+            )
         if time.monotonic() - self._said > HEARTBEAT_SECONDS:
             self._say()
         self._writer.set(self._manifest(0, 1).chunk_key(group, chunk), parts)
@@ -512,82 +437,3 @@ class _Staging:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             heaps=self._empty_heaps if self._heaps is None else self._heaps.heaps(rows),
         )
-
-
-class PutChunk(Protocol):
-    """Sends the parts of a chunk, from `start_bytes` on. At most `IN_FLIGHT` of them may be unconfirmed."""
-
-    def __call__(self, group: int, chunk: int, start_bytes: int, parts: Sequence[memoryview | bytes], /) -> None: ...
-
-
-class GroupChunks:
-    """Collects one group's records and sends a chunk whenever one is full.
-
-    Args:
-        manifest: what is written.
-        number: the group's.
-        put: sends a chunk.
-        first_row: the row that comes next; the chunk it falls in may have earlier ones.
-        begun_checksum: of those.
-
-    Attributes:
-        rows: the row that comes next.
-        first_chunk: the first chunk it sends.
-        checksums: of the chunks sent, in order.
-    """
-
-    def __init__(
-        self, manifest: Manifest, number: int, put: PutChunk, first_row: int = 0, begun_checksum: int = 0
-    ) -> None:
-        self._number, self._put = number, put
-        self._group = manifest.schema.groups[number]
-        self._layout = manifest.layouts[number]
-        self.rows = first_row
-        # One buffer more than may be in flight: a buffer is written to again only when its chunk is confirmed.
-        shape = (IN_FLIGHT + 1, self._layout.records_per_chunk, self._group.stride_bytes)
-        self._buffers: npt.NDArray[np.uint8] | None = None
-        self._shape = shape
-        self._turn = 0
-        # Records of the chunk being filled: those it had before, and those collected since.
-        self._present = first_row % self._layout.records_per_chunk
-        self._filled = 0
-        self.first_chunk = first_row // self._layout.records_per_chunk * self._layout.pieces
-        self.checksums: list[int] = []
-        self._begun_checksum = begun_checksum
-
-    @property
-    def last_checksum(self) -> int:
-        """Of the last chunk there is; 0 where there is none."""
-        return self.checksums[-1] if self.checksums else self._begun_checksum
-
-    def add(self, block: RowBlock) -> None:
-        """Pack some rows."""
-        if self._group.stride_bytes == 0:
-            return
-        if self._buffers is None:
-            self._buffers = np.zeros(self._shape, dtype=np.uint8)
-        rows, start = block.rows, 0
-        while start < rows:
-            take = min(rows - start, self._layout.records_per_chunk - self._present - self._filled)
-            out = self._buffers[self._turn, self._filled : self._filled + take]
-            block.pack(self._group, start, start + take, out)
-            self._filled += take
-            self.rows += take
-            start += take
-            if self._present + self._filled == self._layout.records_per_chunk:
-                self.flush()
-
-    def flush(self) -> None:
-        """Send the chunk being filled, if it has new rows."""
-        if self._filled == 0 or self._buffers is None:
-            return
-        records = self._buffers[self._turn, : self._filled].reshape(-1).data
-        first = (self.rows - self._filled) // self._layout.records_per_chunk * self._layout.pieces
-        step = self._layout.piece_bytes if self._layout.pieces > 1 else len(records)
-        for piece in range(self._layout.pieces):
-            part = records[piece * step : (piece + 1) * step]
-            self.checksums.append(zlib.crc32(part, self._begun_checksum if self._present else 0))
-            self._put(self._number, first + piece, self._present * self._group.stride_bytes, [part, _SPARE])
-        self._turn = (self._turn + 1) % len(self._buffers)
-        self._present = (self._present + self._filled) % self._layout.records_per_chunk
-        self._filled = 0

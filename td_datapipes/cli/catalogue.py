@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from td_datapipes.catalog import SUPERSEDED_SECONDS, connect, drop, list_names, load_manifest
+from td_datapipes.cli.late import LateModule, late
 from td_datapipes.cli.options import AsJson, AskPassword, DatasetURL, ServerOnlyURL, add_command
 from td_datapipes.cli.output import (
     duration_seconds,
@@ -23,19 +22,39 @@ from td_datapipes.cli.output import (
     print_table,
     screen,
 )
-from td_datapipes.datasets import RedisTDDataset
 from td_datapipes.errors import ConfigurationError
-from td_datapipes.garbage import StagedWrite, collect_garbage, staged_writes
-from td_datapipes.integrity import ShardShare, Verification, shard_shares, verify_dataset
-from td_datapipes.manifest import Manifest
-from td_datapipes.schema import Field, dtype_name
-from td_datapipes.staged import is_abandoned, names_in_use, superseded_generations
-from td_datapipes.store_garbage import collect_stores, staged_stores
-from td_datapipes.wire.server import Server
+
+if TYPE_CHECKING:
+    import torch
+
+    from td_datapipes.catalog import connect, drop, list_names, load_manifest
+    from td_datapipes.datasets import RedisTDDataset
+    from td_datapipes.garbage import StagedWrite, collect_garbage, staged_writes
+    from td_datapipes.integrity import ShardShare, Verification, shard_shares, verify_dataset
+    from td_datapipes.manifest import Manifest
+    from td_datapipes.schema import Field, dtype_name
+    from td_datapipes.staged import is_abandoned, names_in_use, superseded_generations
+    from td_datapipes.store_garbage import collect_stores, staged_stores
+    from td_datapipes.wire.server import Server
+else:
+    torch = LateModule("torch")
+    connect, drop, list_names, load_manifest = late(
+        "td_datapipes.catalog", "connect", "drop", "list_names", "load_manifest"
+    )
+    RedisTDDataset = late("td_datapipes.datasets", "RedisTDDataset")
+    collect_garbage, staged_writes = late("td_datapipes.garbage", "collect_garbage", "staged_writes")
+    shard_shares, verify_dataset = late("td_datapipes.integrity", "shard_shares", "verify_dataset")
+    dtype_name = late("td_datapipes.schema", "dtype_name")
+    is_abandoned, names_in_use, superseded_generations = late(
+        "td_datapipes.staged", "is_abandoned", "names_in_use", "superseded_generations"
+    )
+    collect_stores, staged_stores = late("td_datapipes.store_garbage", "collect_stores", "staged_stores")
 
 __all__ = ["register"]
 
 _SAMPLED_CHUNKS = 64
+KEPT_FOR = "1h"
+"""What `catalog.SUPERSEDED_SECONDS` says, which is not imported for a default."""
 
 
 def register(app: typer.Typer) -> None:
@@ -277,7 +296,7 @@ def gc(
     url: ServerOnlyURL,
     older_than: Annotated[
         str, typer.Option(metavar="TIME", help="Keep what is younger than this: 90s, 30m, 1.5h, 2d.")
-    ] = f"{SUPERSEDED_SECONDS / 3600:.0f}h",
+    ] = KEPT_FOR,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: AsJson = False,
     ask_password: AskPassword = False,

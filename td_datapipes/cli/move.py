@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from td_datapipes.cli.late import late
 from td_datapipes.cli.options import AsJson, AskPassword, DatasetURL, add_command, parse_fill, parse_name, parse_shapes
 from td_datapipes.cli.output import format_bytes, print_json, screen, shown_url
-from td_datapipes.conversion import convert as convert_dataset
 from td_datapipes.errors import ServerError
-from td_datapipes.export import EXPORT_FORMATS
-from td_datapipes.export import export as export_rows
-from td_datapipes.ingest import FORMATS
-from td_datapipes.ingest import ingest as ingest_rows
-from td_datapipes.manifest import Manifest
+from td_datapipes.formats import EXPORT_FORMATS, FORMATS
+
+if TYPE_CHECKING:
+    from td_datapipes.conversion import convert as convert_dataset
+    from td_datapipes.export import export as export_rows
+    from td_datapipes.ingest import ingest as ingest_rows
+    from td_datapipes.manifest import Manifest
+else:
+    convert_dataset = late("td_datapipes.conversion", "convert")
+    export_rows = late("td_datapipes.export", "export")
+    ingest_rows = late("td_datapipes.ingest", "ingest")
 
 __all__ = ["register"]
 

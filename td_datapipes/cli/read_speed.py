@@ -7,15 +7,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from td_datapipes.cli.late import late
 from td_datapipes.cli.options import AsJson, AskPassword, DatasetURL, add_command, parse_name
 from td_datapipes.cli.output import format_bytes, print_json, print_table, screen
-from td_datapipes.datasets import RedisTDDataset
 from td_datapipes.errors import ConfigurationError, DestinationError
-from td_datapipes.samplers import BlockShuffleBatchSampler, CoalescingBatchSampler
+
+if TYPE_CHECKING:
+    from td_datapipes.datasets import RedisTDDataset
+    from td_datapipes.samplers import BlockShuffleBatchSampler, CoalescingBatchSampler
+else:
+    RedisTDDataset = late("td_datapipes.datasets", "RedisTDDataset")
+    BlockShuffleBatchSampler, CoalescingBatchSampler = late(
+        "td_datapipes.samplers", "BlockShuffleBatchSampler", "CoalescingBatchSampler"
+    )
 
 __all__ = ["register"]
 

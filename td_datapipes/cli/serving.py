@@ -8,23 +8,36 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from tensordict import TensorDict
-from torch import nn
-from torch.utils.data import DataLoader
 
-from td_datapipes.catalog import connect
+from td_datapipes.cli.late import LateModule, late
 from td_datapipes.cli.options import AsJson, add_command
 from td_datapipes.cli.output import format_bytes, print_json, screen
-from td_datapipes.datasets import RedisTDDataset
 from td_datapipes.errors import ConfigurationError, ServerUnavailableError, TDDatapipesError
-from td_datapipes.server import open_embedded
-from td_datapipes.writer import write_dataset
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from td_datapipes.catalog import connect
+    from td_datapipes.datasets import RedisTDDataset
+    from td_datapipes.server import open_embedded
+    from td_datapipes.wire.server import Server
+    from td_datapipes.writer import write_dataset
+else:
+    torch, nn = LateModule("torch"), LateModule("torch.nn")
+    TensorDict = late("tensordict", "TensorDict")
+    DataLoader = late("torch.utils.data", "DataLoader")
+    connect = late("td_datapipes.catalog", "connect")
+    RedisTDDataset = late("td_datapipes.datasets", "RedisTDDataset")
+    open_embedded = late("td_datapipes.server", "open_embedded")
+    write_dataset = late("td_datapipes.writer", "write_dataset")
 
 __all__ = ["register"]
 
@@ -119,11 +132,13 @@ def serve(
     """
     limit = None if maxmemory_mib is None else maxmemory_mib << 20
     path = folder.expanduser().resolve()
+    url = f"embedded://{path}"
     ended = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda _number, _frame: ended.set())
     try:
-        with open_embedded(path, maxmemory_bytes=limit) as server:
-            url, socket = f"embedded://{path}", f"unix://{server.socket_path}"
+        # Connected before anybody is told that it serves: Ctrl-C must not meet an import.
+        with open_embedded(path, maxmemory_bytes=limit) as server, closing(connect(url, require_name=False)) as watched:
+            socket = f"unix://{server.socket_path}"
             if as_json:
                 print_json({"url": url, "unix_url": socket, "folder": str(path)})
             else:
@@ -133,14 +148,13 @@ def serve(
                 console.print(f"  {socket}?db=0#NAME  (while it runs)", markup=False, soft_wrap=True)
                 console.print("Ctrl-C ends it", markup=False)
             sys.stdout.flush()
-            _wait(url, ended)
+            _wait(watched, ended)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait(url: str, ended: threading.Event) -> None:
+def _wait(server: Server, ended: threading.Event) -> None:
     """Until told to end, or until the server is gone."""
-    server = connect(url, require_name=False)
     try:
         while not ended.wait(_POLL_SECONDS):
             server.call("looking whether it runs", lambda client: client.ping())
@@ -148,5 +162,3 @@ def _wait(url: str, ended: threading.Event) -> None:
         return
     except ServerUnavailableError as error:
         raise ServerUnavailableError(f"the server has ended: {error}") from error
-    finally:
-        server.close()

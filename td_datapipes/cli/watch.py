@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -15,11 +15,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from td_datapipes.catalog import connect, load_manifest
+from td_datapipes.cli.late import LateModule, late
 from td_datapipes.cli.options import AsJson, AskPassword, ServerOnlyURL, add_command
 from td_datapipes.cli.output import format_bytes, print_json, screen
-from td_datapipes.reports import REPORT_SECONDS, ReadReport, find_reports
-from td_datapipes.wire.server import Server
+
+if TYPE_CHECKING:
+    from td_datapipes import reports
+    from td_datapipes.catalog import connect, load_manifest
+    from td_datapipes.reports import ReadReport, find_reports
+    from td_datapipes.wire.server import Server
+else:
+    connect, load_manifest = late("td_datapipes.catalog", "connect", "load_manifest")
+    reports, find_reports = LateModule("td_datapipes.reports"), late("td_datapipes.reports", "find_reports")
 
 __all__ = ["register"]
 
@@ -86,7 +93,7 @@ def _watch(server: Server, interval: float, looks: int | None, *, live: bool, as
         return
     for _ in range(looks or 1):
         # Two reports of each reader make a speed.
-        time.sleep(max(interval, 2 * REPORT_SECONDS))
+        time.sleep(max(interval, 2 * reports.REPORT_SECONDS))
         readings, facts = watcher.look(), _server_facts(server)
         if as_json:
             print_json({"server": server.address, **facts, "readers": [asdict(reading) for reading in readings]})

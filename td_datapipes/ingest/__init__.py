@@ -7,8 +7,9 @@ from typing import Any
 
 from td_datapipes.appender import append_rows
 from td_datapipes.catalog import connect, load_manifest
+from td_datapipes.formats import FORMATS
 from td_datapipes.ingest.columns import ColumnOptions
-from td_datapipes.ingest.sources import FORMATS, SourceOptions, open_source
+from td_datapipes.ingest.sources import SourceOptions, open_source
 from td_datapipes.manifest import Manifest
 from td_datapipes.wire.url import ServerURL
 from td_datapipes.writer import find_free, write_source

@@ -186,6 +186,9 @@ def _unsupported(path: Key, arrow_type: Any, shape: tuple[int, ...] | None, labe
         return f"{text} with rows of shape {list(shape)}; give the shape that they have, or drop it: --drop {name}"
     if pt.is_list(arrow_type) or pt.is_large_list(arrow_type):
         text += f" as rows of any length, whatever its items are; if all have one shape, say which: --shape {name}=768"
+        text += (
+            ". Or keep each row's list as a JSON value: write_dataset takes TensorDicts with a NonTensorStack of them"
+        )
     return f"{text}. Leave it out: --drop {name}. Supported: struct, {supported_types()}"
 
 

@@ -13,6 +13,7 @@ from tensordict import is_tensor_collection
 
 from td_datapipes.blocks import RowSource
 from td_datapipes.errors import ConfigurationError, SourceError
+from td_datapipes.formats import FORMATS
 from td_datapipes.ingest.arrow import ArrowSource, dataset_parts, parse_filter, stream_parts, table_parts
 from td_datapipes.ingest.columns import ColumnOptions
 from td_datapipes.ingest.fingerprints import fingerprint_of
@@ -20,9 +21,8 @@ from td_datapipes.ingest.numpy_files import numpy_source
 from td_datapipes.ingest.safetensors_files import safetensors_source
 from td_datapipes.ingest.tensors import IterableSource, memmap_source, selector
 
-__all__ = ["FORMATS", "SourceOptions", "open_source"]
+__all__ = ["SourceOptions", "open_source"]
 
-FORMATS = ("parquet", "arrow", "huggingface", "memmap", "numpy", "safetensors")
 _BY_SUFFIX = {
     ".parquet": "parquet",
     ".pq": "parquet",

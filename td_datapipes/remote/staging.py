@@ -7,7 +7,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +19,15 @@ from td_datapipes.blocks import TensorDictBlock
 from td_datapipes.catalog import stage, unstage
 from td_datapipes.errors import SchemaError, TDDatapipesError
 from td_datapipes.extras import write_values
+from td_datapipes.group_chunks import IN_FLIGHT, GroupChunks, PutChunk
 from td_datapipes.manifest import ChunkLayout, Manifest, Value
 from td_datapipes.remote.structure import NewGroup
 from td_datapipes.remote.values import OneValue, RowValues
+from td_datapipes.room import check_room, longest_chunk
 from td_datapipes.schema import Group, Key, Node, Schema, dtype_name, format_key
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.writer import BulkWriter
-from td_datapipes.writer import IN_FLIGHT, MAX_RECORDS_PER_CHUNK, GroupChunks, PutChunk, check_room, longest_chunk
+from td_datapipes.writer import MAX_RECORDS_PER_CHUNK
 
 __all__ = ["Staged", "Staging", "nested_dict"]
 
@@ -133,8 +135,8 @@ class Staging:
             self._collect(put)
         return made
 
-    def _collect(self, put: PutChunk) -> None:
-        chunks = GroupChunks(self._manifest, 0, put)
+    def _collect(self, put: PutChunk, meanwhile: Callable[[], object] | None = None) -> None:
+        chunks = GroupChunks(self._manifest, 0, put, meanwhile=meanwhile)
         chunks.add(TensorDictBlock(TensorDict(nested_dict(self._tensors), batch_size=[self._rows])))
         chunks.flush()
 
@@ -146,7 +148,7 @@ class Staging:
             writer.set(self._manifest.chunk_key(group, chunk), parts)
 
         try:
-            self._collect(put)
+            self._collect(put, writer.push)
             writer.flush()
         finally:
             writer.settle()

@@ -31,7 +31,8 @@ from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.options import NStep, Sampler
 from td_datapipes.replay.picks import Picks
 from td_datapipes.replay.ring import Ring
-from td_datapipes.writer import check_room, persist
+from td_datapipes.room import check_room
+from td_datapipes.writer import persist
 
 __all__ = ["STATE_VERSION", "check_state", "held", "hold", "kind_of", "restore", "snapshot"]
 

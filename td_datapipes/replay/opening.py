@@ -21,8 +21,8 @@ from td_datapipes.garbage import writer_note
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.options import Prioritized, RateLimit, Trajectories
 from td_datapipes.replay.ring import Ring, RingOptions, last_named, new_ring
+from td_datapipes.room import longest_chunk, shard_tags
 from td_datapipes.schema import Schema
-from td_datapipes.writer import longest_chunk, shard_tags
 
 __all__ = ["Opener", "Wanted"]
 

@@ -93,6 +93,15 @@ class Channel:
         self._unsent.extend(map(memoryview, parts))
         self._send()
 
+    def push(self) -> None:
+        """Send what the socket takes now of what waits to be sent; no reply is received.
+
+        Raises:
+            ServerUnavailableError: the connection broke.
+        """
+        if self._unsent:
+            self._send()
+
     def advance(self, deadline: float, doing: str) -> None:
         """Complete the oldest exchange.
 

@@ -63,6 +63,16 @@ class ChunkWriter:
             return
         self._unanswered.append((node, writer, key, value))
 
+    def push(self) -> None:
+        """Send what the sockets take now, without waiting: for whoever makes the next value meanwhile."""
+        for node, writer in list(self._writers.items()):
+            try:
+                writer.push()
+            except ServerUnavailableError as error:
+                # What was on its way there is sent again when its answer is waited for.
+                _LOG.info("writing again: %s", error)
+                self._drop(node)
+
     def flush(self) -> None:
         """Wait until everything set is confirmed. Raises as `set` does."""
         while self._unanswered:

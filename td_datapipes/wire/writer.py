@@ -74,6 +74,15 @@ class BulkWriter:
         with self._moving():
             self._channel.submit(exchange)
 
+    def push(self) -> None:
+        """Send what the socket takes now: between two calls of `set`, so that the server need not wait for the next.
+
+        Raises:
+            ServerUnavailableError: the connection broke; nothing that was not confirmed is known to have arrived.
+        """
+        with self._moving():
+            self._channel.push()
+
     def flush(self) -> None:
         """Wait until everything set is confirmed. Raises as `set` does."""
         while self._unanswered:

@@ -400,6 +400,23 @@ def test_a_server_that_stops_while_chunks_are_written_is_left_without_the_data_s
     write_dataset(some_rows(), server.url(unique_name))
 
 
+def test_chunks_that_were_on_their_way_when_the_connection_broke_are_sent_again(
+    server: ServerProcess, unique_name: str
+) -> None:
+    rows, url = random_rows(600, {"x": (torch.uint8, (20_000,))}, seed=2), server.url(unique_name)
+
+    def batches() -> Iterator[TensorDict]:
+        for start in range(0, 600, 60):
+            yield rows[start : start + 60]
+            # The chunk of 4 MB that was sent last is more than the sockets hold.
+            server.execute("CLIENT KILL TYPE normal SKIPME yes")
+
+    manifest = write_dataset(batches(), url)
+    assert manifest.rows == 600
+    with RedisTDDataset(url, verify=True) as dataset:
+        assert_same_rows(dataset[:], rows)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_publication_whose_answer_is_lost_is_whole_or_absent(
     server: ServerProcess, unique_name: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,8 @@ from servers import ClusterProcess
 
 from td_datapipes import RedisTDDataset, verify_dataset
 from td_datapipes.cli.app import run
+from td_datapipes.group_chunks import GroupChunks
 from td_datapipes.ingest import ingest
-from td_datapipes.writer import GroupChunks
 
 
 def test_files_are_ingested_and_taken_up_on_a_cluster(cluster: ClusterProcess, tmp_path: Path) -> None:

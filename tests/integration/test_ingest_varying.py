@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from servers import ServerProcess
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from td_datapipes import RedisTDDataset, write_dataset
 from td_datapipes.catalog import connect, find_manifest
@@ -234,3 +235,22 @@ def test_rows_are_filtered_by_a_string(server: ServerProcess, tmp_path: Path) ->
     assert values_of(got, "text") == ["a"] * len(got)
     assert got["id"].tolist() == list(range(1, 300, 8))
     assert values_of(got, "blob") == [BLOBS[1]] * len(got)
+
+
+def test_lists_of_strings_and_of_lists_are_kept_as_json(server: ServerProcess, tmp_path: Path) -> None:
+    """The remedy that their refusal names, there and back through Parquet."""
+    tags: list[Any] = [["a", "ü"], [], None, ["b"]]
+    boxes: list[Any] = [[[1, 2], [3]], [], [[]], None]
+    table = pa.table({"tags": tags, "boxes": boxes})
+    with pytest.raises(SchemaError, match="Or keep each row's list as a JSON value: write_dataset takes TensorDicts"):
+        ingest(table, server.url("refused"))
+    values = {name: NonTensorStack(*map(NonTensorData, table[name].to_pylist())) for name in table.column_names}
+    write_dataset(TensorDict(values, [4]), server.url("lists"))
+    export(server.url("lists"), tmp_path / "lists.parquet")
+    texts = pq.read_table(tmp_path / "lists.parquet")["tags"].to_pylist()
+    assert [json.loads(text or "null") for text in texts] == tags
+    ingest(tmp_path / "lists.parquet", server.url("again"))
+    for name in ("lists", "again"):
+        rows = read_all(server.url(name))
+        assert [rows[row]["tags"] for row in range(4)] == tags
+        assert [rows[row]["boxes"] for row in range(4)] == boxes

@@ -20,10 +20,10 @@ from td_datapipes import writer as writer_module
 from td_datapipes.catalog import chunk_keys, connect
 from td_datapipes.errors import SchemaError
 from td_datapipes.garbage import collect_garbage, staged_writes
+from td_datapipes.group_chunks import GroupChunks
 from td_datapipes.ingest import ingest
 from td_datapipes.integrity import verify_dataset
 from td_datapipes.manifest import Manifest, staged_key
-from td_datapipes.writer import GroupChunks
 
 FORK = multiprocessing.get_context("fork")
 ROWS = 1000

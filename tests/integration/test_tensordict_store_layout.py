@@ -19,7 +19,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from tensordict.store import LazyStackedTensorDictStore, TensorDictStore
 from test_dataset_read import ROWS, WAYS, check_all_ways
 
-from td_datapipes import RedisTDDataset, append_dataset, write_dataset
+from td_datapipes import RedisTDDataset, RedisTDMixture, append_dataset, write_dataset
 from td_datapipes.errors import (
     ConfigurationError,
     DataLossError,
@@ -426,6 +426,16 @@ def test_pickles_are_refused_unless_they_are_allowed(server: ServerProcess, uniq
             assert batch["opaque"] == Opaque()
             # As upstream reads it: what it pickled belongs to all rows.
             assert batch["each"] == [{number} for number in range(5)]
+
+
+def test_a_mixture_reads_pickles_where_they_are_allowed(server: ServerProcess, unique_name: str) -> None:
+    td = rows_with_values()
+    td["opaque"] = NonTensorData(Opaque(), batch_size=[5])
+    url = write_store(server, td, unique_name)
+    with pytest.raises(PickledValueError, match="pass allow_pickle=True if you trust them"):
+        RedisTDMixture([(url, 1)])
+    with RedisTDMixture([(url, 1)], allow_pickle=True) as mixture:
+        assert mixture[[2, 0]]["opaque"] == Opaque()
 
 
 def test_a_value_that_was_pickled_since_is_refused(server: ServerProcess, unique_name: str) -> None:

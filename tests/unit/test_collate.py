@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from td_datapipes.collate import collate_tensordicts, register_collate
+
+register_collate()
 
 
 def batch_of(rows: int) -> TensorDict:
@@ -59,6 +62,26 @@ def test_what_a_loader_does_not_batch_is_passed_on_too() -> None:
     assert isinstance(batches[0], TensorDict)
     (others,) = DataLoader([{"a": [np.zeros(2), 3]}], batch_size=None)  # type: ignore[arg-type]
     assert isinstance(others["a"][0], torch.Tensor)
+
+
+class Point(NamedTuple):
+    """A type that torch converts item by item."""
+
+    x: Any
+    y: Any
+
+
+def test_what_is_no_tensordict_is_converted_by_torch_alone() -> None:
+    """Also where it holds TensorDicts, which torch would look up by row numbers."""
+    converted = torch_collate.default_convert(Point(np.zeros(2), {"row": batch_of(2), "text": "a"}))
+    assert type(converted) is Point
+    assert isinstance(converted.x, torch.Tensor)
+    assert converted.y["text"] == "a"
+    assert isinstance(converted.y["row"], TensorDict)
+    for other in (3, "a", b"a", None, torch.ones(2)):
+        assert torch_collate.default_convert(other) is other
+    assert default_convert((np.zeros(1), 2))[1] == 2, "torch's public name is its own function"
+    assert default_convert.__module__ == "torch.utils.data._utils.collate"
 
 
 class Counting(Dataset[Any]):

@@ -15,6 +15,8 @@ PACKAGE = "td_datapipes"
 
 LAYERS = (
     "errors",
+    "formats",
+    "collate",
     "varying",
     "schema",
     "manifest",
@@ -53,6 +55,8 @@ LAYERS = (
     "staged",
     "heap_writer",
     "heap_resume",
+    "room",
+    "group_chunks",
     "writer",
     "appender",
     "read_options",
@@ -77,7 +81,6 @@ LAYERS = (
     "fronts",
     "datapipes",
     "nodes",
-    "collate",
     "dtensor_collate",
     "transfer",
     "shard_loop",
