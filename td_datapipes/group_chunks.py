@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from td_datapipes.blocks import RowBlock
+from td_datapipes.checksums import crc32
 from td_datapipes.manifest import SPARE_BYTES, Manifest
 
 __all__ = ["IN_FLIGHT", "PACKED_BYTES", "GroupChunks", "PutChunk"]
@@ -92,7 +92,7 @@ class GroupChunks:
             out = self._buffers[self._turn, self._filled : self._filled + take]
             block.pack(self._group, start, start + take, out)
             if self._layout.pieces == 1:
-                self._checksum = zlib.crc32(out.reshape(-1).data, self._checksum)
+                self._checksum = crc32(out.reshape(-1).data, self._checksum)
             if self._meanwhile is not None:
                 self._meanwhile()
             self._filled += take
@@ -110,7 +110,7 @@ class GroupChunks:
         step = self._layout.piece_bytes if self._layout.pieces > 1 else len(records)
         for piece in range(self._layout.pieces):
             part = records[piece * step : (piece + 1) * step]
-            self.checksums.append(self._checksum if self._layout.pieces == 1 else zlib.crc32(part))
+            self.checksums.append(self._checksum if self._layout.pieces == 1 else crc32(part))
             self._put(self._number, first + piece, self._present * self._group.stride_bytes, [part, _SPARE])
         self._turn = (self._turn + 1) % len(self._buffers)
         self._present = (self._present + self._filled) % self._layout.records_per_chunk

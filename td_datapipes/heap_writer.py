@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDictBase
 
+from td_datapipes.checksums import crc32
 from td_datapipes.errors import SchemaError
 from td_datapipes.manifest import Heap, Manifest
 from td_datapipes.schema import Field, Key, Schema, format_key, leaves, new_tensordict
@@ -176,6 +176,6 @@ class _HeapChunks:
             return
         chunk, start = divmod(self._sent, self._chunk_bytes)
         data = self._buffer[: self.nbytes - self._sent].data
-        self.checksums.append(zlib.crc32(data, self.begun_checksum if start else 0))
+        self.checksums.append(crc32(data, self.begun_checksum if start else 0))
         self._put(self.group, chunk, start, [data])
         self._sent, self._buffer = self.nbytes, None

@@ -7,7 +7,6 @@ manifest, because appending extends that chunk.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import redis
 
 from td_datapipes.catalog import connect, load_manifest
+from td_datapipes.checksums import crc32
 from td_datapipes.errors import ConfigurationError, DataLossError, ServerError
 from td_datapipes.heap_spans import rows_within
 from td_datapipes.manifest import Manifest
@@ -209,7 +209,7 @@ def _check(
         return data
 
     data = server.call(f"verifying chunk {key.decode()}", command, repeats=True)
-    if len(data) == length and (expected is None or zlib.crc32(data) == expected):
+    if len(data) == length and (expected is None or crc32(data) == expected):
         return None
     field, first, stop = _contents(server, manifest, group, chunk)
     problem: Literal["missing", "short", "altered"] = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from td_datapipes.checksums import crc32
 from td_datapipes.garbage import StagedWrite, process_is_gone, writer_note
 from td_datapipes.manifest import NAMES_KEY, SPARE_BYTES, Manifest, name_from_encoded, staged_key, superseded_key
 from td_datapipes.wire.scripts import load_script
@@ -160,7 +160,7 @@ def _read_checksum(server: Server, manifest: Manifest, group: int, chunk: int) -
         data: bytes = client.getrange(manifest.chunk_key(group, chunk), 0, stop)
         return data
 
-    return zlib.crc32(server.call("reading a chunk", command, repeats=True))
+    return crc32(server.call("reading a chunk", command, repeats=True))
 
 
 def names_in_use(server: Server) -> list[str]:

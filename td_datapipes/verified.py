@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from td_datapipes.assemble import BatchSink, Place
+from td_datapipes.checksums import crc32
 from td_datapipes.errors import ChecksumError
 from td_datapipes.heap_plan import HeapSlab
 from td_datapipes.manifest import Manifest
@@ -77,7 +77,7 @@ class ChunkChecks:
 
     def padded(self, group: int, crc: int, read_bytes: int) -> int:
         """The checksum with the zeros behind the last record's fields."""
-        return zlib.crc32(bytes(-read_bytes % self.manifest.layouts[group].stride_bytes), crc)
+        return crc32(bytes(-read_bytes % self.manifest.layouts[group].stride_bytes), crc)
 
 
 class VerifyingSink:
@@ -128,7 +128,7 @@ class VerifyingSink:
         # The padding behind the last of these rows may not have come yet, so its zeros are not taken from the stream.
         last_bytes = run.length % run.row_step_bytes or run.row_step_bytes
         count = (len(run.rows) - 1) * run.row_step_bytes + last_bytes
-        crc = zlib.crc32(stream[run.header_bytes : run.header_bytes + count].data, crc)
+        crc = crc32(stream[run.header_bytes : run.header_bytes + count].data, crc)
         crc, seen = self._checks.padded(run.group, crc, count), seen + len(run.rows)
         if seen * run.row_step_bytes < run.length:
             self._begun[key] = crc, seen
@@ -139,7 +139,7 @@ class VerifyingSink:
         covered = slab.covered
         for group, chunk, start, length, end in _ranges(covered, len(slab.prefix)):
             if self._checks.is_whole(group, chunk, start, length):
-                crc = zlib.crc32(stream[end - length : end].data)
+                crc = crc32(stream[end - length : end].data)
                 self._checks.compare(group, chunk, self._checks.padded(group, crc, length))
 
 
@@ -165,7 +165,7 @@ class HeapChecks:
             crc, expected_start = self._begun.pop((group, chunk), (0, 0)) if start else (0, 0)
             if start != expected_start:
                 continue  # something before it is not read
-            crc = zlib.crc32(stream[end - length : end].data, crc)
+            crc = crc32(stream[end - length : end].data, crc)
             if start + length < self._manifest.chunk_bytes(group, chunk):
                 self._begun[group, chunk] = crc, start + length
             else:

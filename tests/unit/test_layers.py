@@ -15,6 +15,7 @@ PACKAGE = "td_datapipes"
 
 LAYERS = (
     "errors",
+    "checksums",
     "formats",
     "collate",
     "varying",
