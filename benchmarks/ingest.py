@@ -24,6 +24,7 @@ from _bench import SERVER_KINDS, BenchServer, Results, argument_parser, bench_se
 from td_datapipes.catalog import connect, drop
 from td_datapipes.ingest import ingest
 from td_datapipes.ingest.columns import ArrowBlock, ColumnOptions, RowPlan, plan_columns
+from td_datapipes.server import wait_persisted
 
 GOALS = {8: 0.25, 32: 0.15}
 MIXED = ("f8", "f4", "i8", "i4", "i2", "u1", "f2", "?")
@@ -108,7 +109,10 @@ def measure_packing(rows_bytes: int, rounds: int, results: Results) -> bool:
 
 
 def measure_ingest(server: BenchServer, rows_bytes: int, rounds: int, results: Results) -> None:
-    """A whole ingest, from Parquet and from memory, against SET of as many bytes to new keys and nothing else."""
+    """A whole ingest, from Parquet and from memory, against SET of as many bytes to new keys and nothing else.
+
+    To the embedded server both last until what was written is on disk.
+    """
     lines = []
     for columns, kind in ((8, "f8"), (32, "mixed"), (1, "image")):
         table = _images(rows_bytes) if kind == "image" else make_table(columns, kind, rows_bytes // (columns * 8))
@@ -122,6 +126,8 @@ def measure_ingest(server: BenchServer, rows_bytes: int, rounds: int, results: R
                 # New keys, as a new data set has: in place of old ones the server would use memory that it has at hand.
                 for number in range(max(chunks, 1)):
                     server.client.set(f"bare:{draw}:{number}", chunk)
+                if "unix_socket_path" in server.dial_options:
+                    wait_persisted(server.client.execute_command, 30.0)
 
             def from_memory(_draw: int, table: pa.Table = table) -> None:
                 ingest(table, server.url("m"), overwrite=True)
