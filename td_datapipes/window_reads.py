@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from tensordict import TensorDict
@@ -72,7 +72,7 @@ class ReadGroup:
         """What its batches count for."""
         return sum(batch.nbytes for batch in self.batches)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows of all its batches."""
         return sum(len(batch.rows) for batch in self.batches)

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from td_datapipes.errors import ProtocolError
-from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab
+from td_datapipes.read_spec import TRAILER_BYTES
+from td_datapipes.slabs import PeriodicSlab, Slab
 
 __all__ = [
     "NEED_DATA",
@@ -55,8 +56,9 @@ def stream_check(slab: Slab) -> StreamCheck:
         return _PeriodicCheck(
             slab.spec.segment_starts, slab.spec.wire_lengths.tolist(), len(slab.rows), slab.stream_bytes
         )
-    if isinstance(slab, RunSlab):
-        return _PeriodicCheck([slab.header_bytes], [slab.length], 1, slab.stream_bytes)
+    if slab.num_ranges == 1 and not slab.prefix:
+        start = slab.stream_bytes - slab.num_bytes - TRAILER_BYTES
+        return _PeriodicCheck([start], [slab.num_bytes], 1, slab.stream_bytes)
     return _ListCheck(slab)
 
 
