@@ -12,7 +12,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 __all__ = ["collate_tensordicts", "convert_tensordicts", "register_collate"]
 
-_convert_others: Callable[[Any], Any] = collate.default_convert
+_convert_others: Callable[[Any], Any] = getattr(collate.default_convert, "others", collate.default_convert)
+"""torch's own, also where this module is loaded once more."""
 
 
 def collate_tensordicts(
@@ -42,7 +43,10 @@ def convert_tensordicts(data: Any) -> Any:
 
 def register_collate() -> None:
     """Teach ``default_collate`` and ``default_convert`` about TensorDicts, unless tensordict has done so itself."""
+    convert_tensordicts.others = _convert_others  # type: ignore[attr-defined]
     collate.default_convert = convert_tensordicts
+    # A function is pickled by its name, under which ours is found now: who has torch's own ships it to workers by this.
+    _convert_others.__module__, _convert_others.__qualname__ = __name__, "_convert_others"
     for known in list(default_collate_fn_map):
         if isinstance(known, type) and issubclass(TensorDict, known):
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import runpy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, default_conve
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from td_datapipes import collate
 from td_datapipes.collate import collate_tensordicts, register_collate
 
 register_collate()
@@ -80,8 +83,15 @@ def test_what_is_no_tensordict_is_converted_by_torch_alone() -> None:
     assert isinstance(converted.y["row"], TensorDict)
     for other in (3, "a", b"a", None, torch.ones(2)):
         assert torch_collate.default_convert(other) is other
-    assert default_convert((np.zeros(1), 2))[1] == 2, "torch's public name is its own function"
-    assert default_convert.__module__ == "torch.utils.data._utils.collate"
+    assert default_convert is not torch_collate.default_convert, "torch's public name is its own function"
+    assert isinstance(default_convert((np.zeros(1), 2))[0], torch.Tensor)
+
+
+def test_torchs_own_function_still_goes_to_worker_processes() -> None:
+    assert pickle.loads(pickle.dumps(default_convert)) is default_convert
+    assert pickle.loads(pickle.dumps(torch_collate.default_convert)) is torch_collate.default_convert
+    again = runpy.run_path(collate.__file__)["convert_tensordicts"]  # a module that is loaded once more
+    assert isinstance(again([np.zeros(1)])[0], torch.Tensor)
 
 
 class Counting(Dataset[Any]):
