@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch.utils.data import Sampler
 
 from td_datapipes.errors import ConfigurationError, StateError
-from td_datapipes.order import Cursor, Share
+from td_datapipes.shares import Cursor, Share
 
 from .loading import refuse_other_workers
 from .ranks import resolve_ranks

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from td_datapipes.order import PIECE_ROWS, BlockOrder, Share, fingerprint
+from td_datapipes.order import PIECE_ROWS, BlockOrder
+from td_datapipes.shares import Share, fingerprint
 
 from .base import PositionSampler, check_positive
 from .batch import RowBatch

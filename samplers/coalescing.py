@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from td_datapipes.errors import ConfigurationError, StateError
-from td_datapipes.order import Cursor
+from td_datapipes.shares import Cursor
 
 from .base import check_positive
 from .batch import RowBatch, Window

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from td_datapipes.errors import ConfigurationError
-from td_datapipes.order import Permutation, Share, derive_key, fingerprint, uniform_floats
+from td_datapipes.order import Permutation, derive_key, uniform_floats
+from td_datapipes.shares import Share, fingerprint
 
 from .base import PositionIterator, PositionSampler, check_positive
 from .loading import refuse_other_workers

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from td_datapipes.errors import ConfigurationError
-from td_datapipes.order import Permutation, Share, derive_key, fingerprint
+from td_datapipes.order import Permutation, derive_key
+from td_datapipes.shares import Share, fingerprint
 
 from .base import PositionSampler, check_positive
 from .batch import RowBatch

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from td_datapipes.order import Share
+from td_datapipes.shares import Share
 
 from .batch import RowBatch, Window
 

@@ -14,13 +14,13 @@ from td_datapipes.errors import ConfigurationError, StateError
 from td_datapipes.heap_batch import Ragged, Strings
 from td_datapipes.joined import JoinedRows
 from td_datapipes.mixture import RedisTDMixture
-from td_datapipes.order import Cursor, Share, fingerprint
 from td_datapipes.plan import Strategy
 from td_datapipes.samplers.base import PositionSampler, check_positive
 from td_datapipes.samplers.batch import RowBatch
 from td_datapipes.samplers.block_shuffle import BUFFER_BYTES, BlockShuffleBatchSampler
 from td_datapipes.samplers.states import Position
 from td_datapipes.samplers.windows import OrderedBatches, WindowDealer
+from td_datapipes.shares import Cursor, Share, fingerprint
 from td_datapipes.streaming import Stream, StreamOptions
 from td_datapipes.wire.reader import ReadStats
 

@@ -10,13 +10,13 @@ from td_datapipes.errors import ConfigurationError
 from td_datapipes.heap_batch import Ragged, Strings
 from td_datapipes.joined import JoinedRows
 from td_datapipes.mixing import MixtureOrder, SourceShape, slots_of_weights
-from td_datapipes.order import Share, fingerprint
 from td_datapipes.plan import Strategy
 from td_datapipes.samplers.base import PositionSampler, check_positive
 from td_datapipes.samplers.batch import RowBatch
 from td_datapipes.samplers.block_shuffle import BLOCK_BYTES, BUFFER_BYTES
 from td_datapipes.samplers.states import Position
 from td_datapipes.samplers.windows import OrderedBatches, WindowDealer
+from td_datapipes.shares import Share, fingerprint
 
 __all__ = ["MixtureBatchSampler", "RedisTDMixture"]
 

@@ -13,7 +13,7 @@ from td_datapipes.errors import ConfigurationError
 from td_datapipes.fronts import StreamArguments, Urls, make_stream
 from td_datapipes.joined import JoinedRows
 from td_datapipes.mixture import RedisTDMixture
-from td_datapipes.order import Cursor
+from td_datapipes.shares import Cursor
 from td_datapipes.streaming import StreamIterator, WorkerShare
 from td_datapipes.wire.reader import ReadStats
 

@@ -24,10 +24,10 @@ from td_datapipes.collate import register_collate
 from td_datapipes.dealing import deal_batch
 from td_datapipes.epochs import EpochBoard, Round
 from td_datapipes.errors import ConfigurationError, StateError
-from td_datapipes.order import Cursor
 from td_datapipes.samplers.base import Dealer, PositionSampler
 from td_datapipes.samplers.batch import RowBatch
 from td_datapipes.samplers.states import Position, read_integer
+from td_datapipes.shares import Cursor
 
 __all__ = ["RowSource", "Stream", "StreamIterator", "StreamOptions", "WorkerShare"]
 

@@ -18,8 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
 from td_datapipes.errors import StateError
-from td_datapipes.order import worker_spans
 from td_datapipes.samplers import BlockShuffleBatchSampler, CoalescingBatchSampler, RowSampler, SliceBatchSampler
+from td_datapipes.shares import worker_spans
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*")
 

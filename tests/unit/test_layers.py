@@ -22,6 +22,7 @@ LAYERS = (
     "schema",
     "manifest",
     "order",
+    "shares",
     "mixing",
     "cost",
     "read_spec",
@@ -176,11 +177,11 @@ def test_imports_point_to_lower_layers_only(name: str) -> None:
             assert LAYERS.index(theirs) < own or same_package, f"{name}:{imported.line} imports {imported.module}"
 
 
-def test_samplers_build_on_order_alone() -> None:
+def test_samplers_build_on_orders_and_shares_alone() -> None:
     for name in sources():
         if layer_of(name) == "samplers":
             used = {layer_of(i.module) for i in imports_of(name) if i.module.startswith(PACKAGE)}
-            assert used <= {"samplers", "order", "errors"}, name
+            assert used <= {"samplers", "order", "shares", "errors"}, name
 
 
 def test_no_two_modules_import_each_other() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from td_datapipes.errors import StateError
-from td_datapipes.order import Cursor
 from td_datapipes.samplers import BlockShuffleBatchSampler, CoalescingBatchSampler, RowSampler, SliceBatchSampler
+from td_datapipes.shares import Cursor
 
 ROWS = 203
 Make = Callable[..., Any]
