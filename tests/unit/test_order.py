@@ -1,4 +1,4 @@
-"""Orders against plain-Python oracles: permutations, block order, shares, cursors."""
+"""Orders against plain-Python oracles: permutations and block order."""
 
 from __future__ import annotations
 
