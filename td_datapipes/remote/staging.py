@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import secrets
@@ -36,13 +37,18 @@ SMALL_BYTES = (1 << 20) - 64
 """Of records: every server takes a string of that length, and it goes along with the word that a write has begun."""
 
 
+LARGE_ROW_BYTES = 16 << 10
+"""A field whose rows are this long is a group of its own. One more range a row costs little beside it, and neither it
+nor the small ones are read or written along where only the others are wanted."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Staged:
     """What was written.
 
     Attributes:
         id: under which it is staged.
-        groups: one with all tensors, or none.
+        groups: with all tensors, side by side but for those with large rows.
         values: the non-tensor entries.
     """
 
@@ -52,7 +58,7 @@ class Staged:
 
 
 class Staging:
-    """Writes entries as a group of their own. A context: what was written is taken back if its block fails.
+    """Writes entries as groups of their own. A context: what was written is taken back if its block fails.
 
     Args:
         server: where.
@@ -87,12 +93,16 @@ class Staging:
         )
 
     def _laid_out(self) -> tuple[NewGroup, ...]:
-        if not self._tensors:
-            return ()
-        group = Group.pack((key, tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in self._tensors.items())
+        groups = [
+            Group.pack((key, tensor.dtype, tuple(tensor.shape[1:])) for key, tensor in tensors.items())
+            for tensors in _side_by_side(self._tensors)
+        ]
         # What is little is written without asking what the server takes.
-        largest = SMALL_BYTES if group.stride_bytes * self._rows <= SMALL_BYTES else longest_chunk(self._server, None)
-        return ((group, ChunkLayout.for_stride(group.stride_bytes, largest, MAX_RECORDS_PER_CHUNK), self._id),)
+        stride_bytes = sum(group.stride_bytes for group in groups)
+        largest = SMALL_BYTES if stride_bytes * self._rows <= SMALL_BYTES else longest_chunk(self._server, None)
+        layouts = [ChunkLayout.for_stride(group.stride_bytes, largest, MAX_RECORDS_PER_CHUNK) for group in groups]
+        labels = [f"{self._id}.{number}" if number else self._id for number in range(len(groups))]
+        return tuple(zip(groups, layouts, labels, strict=True))
 
     def __enter__(self) -> Staged:
         try:
@@ -131,14 +141,15 @@ class Staging:
             del start_bytes  # every chunk is new
             made[self._manifest.chunk_key(group, chunk)] = b"".join(parts)
 
-        if self._groups:
-            self._collect(put)
+        self._collect(put)
         return made
 
     def _collect(self, put: PutChunk, meanwhile: Callable[[], object] | None = None) -> None:
-        chunks = GroupChunks(self._manifest, 0, put, meanwhile=meanwhile)
-        chunks.add(TensorDictBlock(TensorDict(nested_dict(self._tensors), batch_size=[self._rows])))
-        chunks.flush()
+        block = TensorDictBlock(TensorDict(nested_dict(self._tensors), batch_size=[self._rows]))
+        for number in range(len(self._groups)):
+            chunks = GroupChunks(self._manifest, number, put, meanwhile=meanwhile)
+            chunks.add(block)
+            chunks.flush()
 
     def _write_chunks(self) -> None:
         writer = BulkWriter(self._server.dial(), self._server.address, self._server.timeout_seconds, IN_FLIGHT)
@@ -156,13 +167,24 @@ class Staging:
     def _undo(self) -> None:
         manifest = self._manifest
         keys = [
-            manifest.chunk_key(0, chunk)
-            for _, layout, _ in self._groups
+            manifest.chunk_key(number, chunk)
+            for number, (_, layout, _) in enumerate(self._groups)
             for chunk in range(layout.num_chunks(self._rows))
         ]
         keys += [manifest.value_key(value) for value in self._values]
         with suppress(TDDatapipesError):
             unstage(self._server, manifest.name, self._id, keys)
+
+
+def _side_by_side(tensors: Mapping[Key, torch.Tensor]) -> list[dict[Key, torch.Tensor]]:
+    """Which tensors share their records: the small ones, in the order they come in."""
+    large = {key for key, tensor in tensors.items() if _row_bytes(tensor) >= LARGE_ROW_BYTES}
+    small = {key: tensor for key, tensor in tensors.items() if key not in large}
+    return [group for group in (small, *({key: tensors[key]} for key in tensors if key in large)) if group]
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
 def _checked(key: Key, tensor: torch.Tensor, rows: int) -> torch.Tensor:

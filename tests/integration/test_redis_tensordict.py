@@ -324,6 +324,33 @@ def test_rows_longer_than_a_string_may_be(server: ServerProcess, settings: Calla
     assert max(server.execute("STRLEN", key) for key in keys_of(server) if key.count(b":") == 3) <= MIB
 
 
+def test_rows_of_many_bytes_are_kept_apart(server: ServerProcess) -> None:
+    fields: dict[Any, Any] = {
+        "a": (torch.float32, (3,)),
+        ("n", "frame"): (torch.uint8, (2, 9000)),
+        "b": (torch.int8, ()),
+    }
+    fields["other"] = (torch.int16, (8192,))
+    td = random_rows(40, fields)
+    there = remote(td, server, "records")
+    chunks = [key for key in keys_of(server) if key.endswith(b":00000000")]
+    lengths = sorted(server.execute("STRLEN", key) for key in chunks)
+    assert lengths == [40 * 16 + 32, 40 * 16384 + 32, 40 * 18000 + 32]
+    moved = counted(server, lambda: there["a"], "total_net_output_bytes")
+    assert moved < 40 * 18000
+    for index in (7, [5, 1, 5], slice(3, 30, 4), torch.arange(40) % 3 == 0):
+        assert_same(there[index], td[index])
+    fresh = random_rows(3, fields, seed=1)
+    for each in (there, td):
+        each[[9, 0, 39]] = fresh
+        each["b"] = each["b"] + 1
+        each["n", "frame"] = each["n", "frame"] // 2
+        each.set_at_("other", 5, (slice(0, 3), slice(2, 9)))
+    assert_same(RedisTensorDict.from_redis(server.url("td")).to_local(), td)
+    there.clear_redis()
+    assert keys_of(server) == set()
+
+
 def test_more_bytes_than_one_call_takes(server: ServerProcess, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("td_datapipes.remote.tree.MAX_CALL_BYTES", 4096)
     td = sample(500)
@@ -444,7 +471,7 @@ def count_up(url: str, until: Event) -> None:
 
 
 @pytest.mark.parametrize(("layout", "atomic"), [("records", False), ("records", True), ("tensordict_store", True)])
-@pytest.mark.parametrize("width", [3, 3000])
+@pytest.mark.parametrize("width", [3, 3000, 5000])
 def test_a_reader_never_sees_half_a_record(server: ServerProcess, layout: str, atomic: bool, width: int) -> None:
     td = TensorDict({"a": torch.zeros(8, width), "n": {"b": torch.zeros(8, 2, dtype=torch.int64)}}, [8])
     there = remote(td, server, layout)
