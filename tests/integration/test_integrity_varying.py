@@ -19,6 +19,7 @@ from ragged_in_memory import RaggedRows
 from servers import ClusterProcess, ServerProcess
 from tensordict import NonTensorStack, TensorDict
 from test_ingest_varying_resume import CHUNK_BYTES, FORK, interrupt, shared_batches
+from test_integrity import flip
 from torch.utils.data import DataLoader
 
 from td_datapipes import RedisTDDataset, append_dataset, verify_dataset, write_dataset
@@ -44,11 +45,6 @@ def url(server: ServerProcess) -> str:
 
 def manifest_on(server: ServerProcess, name: str = "ragged") -> Manifest:
     return Manifest.from_json(server.execute("GET", manifest_key(name)))
-
-
-def flip(server: ServerProcess, key: bytes, at: int) -> None:
-    byte = server.execute("GETRANGE", key, at, at)
-    server.execute("SETRANGE", key, at, bytes([byte[0] ^ 1]))
 
 
 def heap_key(manifest: Manifest, chunk: int, *field: str) -> bytes:
