@@ -7,7 +7,7 @@ any other, and fills the same places of the batch. A row has all its bytes at on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -34,29 +34,49 @@ def split_slab(slab: Slab, owners: ChunkOwners) -> Iterator[tuple[int, Slab]]:
         SchemaError: a row lies with several owners; no data set that this package writes has such.
     """
     if isinstance(slab, PeriodicSlab):
-        whose = _owner_of_rows(slab, owners)
+        yield from _split_periodic(slab, owners)
     elif isinstance(slab, CoveringSlab):
         yield from _split_covering(slab, owners)
-        return
     else:  # of one chunk, or of chunks that lie together
         ranges = slab.ranges()
         yield int(owners(int(ranges.groups[0]), ranges.chunks[:1])[0]), slab
+
+
+def _split_periodic(slab: PeriodicSlab, owners: ChunkOwners) -> Iterator[tuple[int, Slab]]:
+    whose = _owner_of_rows(slab, owners)
+    order = whose.argsort(kind="stable")
+    numbers = whose[order]
+    if numbers[0] == numbers[-1]:
+        yield int(numbers[0]), slab
         return
-    for number in np.unique(whose).tolist():
-        mask = whose == number
-        if mask.all():
-            yield number, slab
-            return
-        positions, sources = _places(slab, mask)
-        yield number, replace(slab, rows=slab.rows[mask], positions=positions, sources=sources)
+    bounds = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist(), len(numbers)]
+    rows, positions, sources = _reordered(slab, order)
+    filled = bounds if sources is None else sources.searchsorted(bounds).tolist()
+    for (begin, stop), (low, high) in zip(pairwise(bounds), pairwise(filled), strict=True):
+        of_part = None if sources is None else sources[low:high] - begin
+        part = PeriodicSlab(rows=rows[begin:stop], spec=slab.spec, positions=positions[low:high], sources=of_part)
+        yield int(numbers[begin]), part
+
+
+def _reordered(slab: PeriodicSlab, order: Rows) -> tuple[Rows, Rows, Rows | None]:
+    """Rows, positions and sources of the same slab with its rows in another order, and what they fill likewise."""
+    positions, sources = slab.positions, slab.sources
+    if isinstance(positions, slice):
+        positions = np.arange(positions.start, positions.stop)
+    if sources is None:
+        return slab.rows[order], positions[order], None
+    moved = np.empty_like(order)
+    moved[order] = np.arange(len(order))
+    sources = moved[sources]
+    fills = sources.argsort(kind="stable")
+    return slab.rows[order], positions[fills], sources[fills]
 
 
 def _owner_of_rows(slab: PeriodicSlab, owners: ChunkOwners) -> Rows:
     spec = slab.spec
     whose: Rows | None = None
-    for group, piece in sorted({(segment.group, segment.piece) for segment in spec.segments}):
-        segment = next(s for s in spec.segments if (s.group, s.piece) == (group, piece))
-        found = owners(group, segment_addresses(slab.rows, segment, spec.layouts[group])[0])
+    for segment in {(segment.group, segment.piece): segment for segment in spec.segments}.values():
+        found = owners(segment.group, segment_addresses(slab.rows, segment, spec.layouts[segment.group])[0])
         if whose is not None and not np.array_equal(found, whose):
             raise SchemaError("a row of this data set lies in several shards; only one a row can be read on a cluster")
         whose = found
@@ -65,7 +85,7 @@ def _owner_of_rows(slab: PeriodicSlab, owners: ChunkOwners) -> Rows:
     return whose
 
 
-def _places(slab: Slab, mask: Mask) -> tuple[slice | Rows, Rows | None]:
+def _places(slab: CoveringSlab, mask: Mask) -> tuple[slice | Rows, Rows | None]:
     """The batch rows that the chosen rows of a slab fill, and which of the chosen rows fills each."""
     positions, sources = slab.positions, slab.sources
     places = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions

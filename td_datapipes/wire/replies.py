@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from td_datapipes.errors import ProtocolError
-from td_datapipes.read_spec import TRAILER_BYTES
+from td_datapipes.read_spec import TRAILER_BYTES, Rows
 from td_datapipes.slabs import PeriodicSlab, Slab
 
 __all__ = [
@@ -62,6 +62,16 @@ def stream_check(slab: Slab) -> StreamCheck:
     return _ListCheck(slab)
 
 
+@lru_cache(maxsize=64)
+def _framing(starts: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[list[int], Rows, bytes]:
+    """Where the framing bytes of a period are, as a list and as an array, and which they are."""
+    headers = [_header(length) for length in lengths]
+    marks = zip(headers, starts, lengths, strict=True)
+    ranges = [(range(at - len(mark), at), range(at + length, at + length + 2)) for mark, at, length in marks]
+    places = list(chain.from_iterable(chain.from_iterable(ranges)))
+    return places, np.array(places, dtype=np.int64), b"".join(mark + b"\r\n" for mark in headers)
+
+
 class _PeriodicCheck:
     """For streams that repeat: the framing bytes of all periods are compared at once.
 
@@ -74,12 +84,7 @@ class _PeriodicCheck:
 
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], count: int, stream_bytes: int) -> None:
         self._count, self._period = count, stream_bytes // count
-        headers = [_header(length) for length in lengths]
-        marks = zip(headers, starts, lengths, strict=True)
-        places = [(range(at - len(mark), at), range(at + length, at + length + 2)) for mark, at, length in marks]
-        self._places = list(chain.from_iterable(chain.from_iterable(places)))
-        self._positions = np.array(self._places, dtype=np.int64)
-        self._expected = b"".join(mark + b"\r\n" for mark in headers)
+        self._places, self._positions, self._expected = _framing(tuple(starts), tuple(lengths))
         self._passed = self._seen = 0  # whole periods, and framing bytes of the one behind them
 
     def matches(self, stream: npt.NDArray[np.uint8], received: int) -> bool:
