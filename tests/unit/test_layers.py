@@ -67,6 +67,8 @@ LAYERS = (
     "store_writer",
     "conversion",
     "window_reads",
+    "pace",
+    "read_ahead",
     "prefetch",
     "rank_exchange",
     "rank_agreement",
