@@ -11,7 +11,7 @@ plan does not deliver one record a row in order (repeats, covering ranges), reco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from operator import itemgetter
 from typing import Protocol
@@ -26,7 +26,7 @@ from td_datapipes.read_spec import Copy, Output, ReadSpec, Rows
 from td_datapipes.schema import ALIGNMENT_BYTES, Key
 from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab, Spacing
 
-__all__ = ["BatchSink", "ContiguousBatch", "Place", "StridedBatch", "make_sink"]
+__all__ = ["LONG_BYTES", "BatchSink", "ContiguousBatch", "Place", "StridedBatch", "make_sink", "new_field"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,7 +43,7 @@ _NUMPY_DTYPES = {
 }
 """The common dtypes that numpy has too: a tensor of them is made in one step."""
 
-_LONG_BYTES = 4096
+LONG_BYTES = 4096
 """What is at least so long is received where it belongs; shorter fields are cheaper to copy."""
 
 _RUN_BYTES = 16 * 1024
@@ -93,15 +93,31 @@ def make_sink(plan: ReadPlan, spec: ReadSpec, pool: MemoryPool, *, strided: bool
 
 
 class ContiguousBatch:
-    """One contiguous tensor a field, each with memory of its own."""
+    """One contiguous tensor a field, each with memory of its own.
 
-    def __init__(self, num_rows: int, spec: ReadSpec, pool: MemoryPool, *, pin_memory: bool) -> None:
+    Args:
+        num_rows: rows of the batch.
+        spec: what each row is.
+        pool: gives fields their memory.
+        pin_memory: take page-locked memory in its place.
+        left_out: outputs that are kept elsewhere.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        spec: ReadSpec,
+        pool: MemoryPool,
+        *,
+        pin_memory: bool,
+        left_out: frozenset[int] = frozenset(),
+    ) -> None:
         self.tensors: dict[Key, torch.Tensor] = {}
         self._spec = spec
         self._memories: list[Bytes] = []
-        for output in spec.outputs:
-            made = _pinned_field(num_rows, output) if pin_memory else _new_field(num_rows, output, pool)
-            self.tensors[output.key], memory = made
+        for number, output in enumerate(spec.outputs):
+            rows = 0 if number in left_out else num_rows
+            self.tensors[output.key], memory = new_field(rows, output, pool, pin_memory=pin_memory)
             self._memories.append(memory)
         self._copies = [
             (
@@ -126,21 +142,24 @@ class ContiguousBatch:
 
     def placed(self, slab: Slab, stream: Bytes) -> None:
         """Copy the short fields."""
-        for copy, rows in self._copies_of(slab):
-            if not self._is_placed(copy, slab):
-                _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
+        self._copy_fields(slab, stream, lambda copy: not self._is_placed(copy, slab))
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the slab's rows out, field by field."""
         for copy, rows in self._copies_of(slab):
             _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
 
+    def _copy_fields(self, slab: Slab, stream: Bytes, wanted: Callable[[Copy], bool]) -> None:
+        for copy, rows in self._copies_of(slab):
+            if wanted(copy):
+                _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
+
     def _copies_of(self, slab: Slab) -> Iterator[tuple[Copy, npt.NDArray[np.void]]]:
         only = slab.only if isinstance(slab, RunSlab) else None
         return (pair for pair in self._copies if only is None or pair[0].segment == only)
 
     def _is_placed(self, copy: Copy, slab: Slab) -> bool:
-        return copy.nbytes >= _LONG_BYTES or self._is_one_stretch(copy, slab)
+        return copy.nbytes >= LONG_BYTES or self._is_one_stretch(copy, slab)
 
     def _is_one_stretch(self, copy: Copy, slab: Slab) -> bool:
         """Whether rows follow each other in the field as they do in the reply stream, with nothing in between."""
@@ -310,8 +329,10 @@ def _copy_runs(offsets: Rows, breaks: Rows, positions: slice | Rows, stream: Byt
         begin = end
 
 
-def _new_field(num_rows: int, output: Output, pool: MemoryPool) -> tuple[torch.Tensor, Bytes]:
+def new_field(num_rows: int, output: Output, pool: MemoryPool, *, pin_memory: bool) -> tuple[torch.Tensor, Bytes]:
     """A contiguous field and its memory. numpy allocates it, which is quicker than a view of torch's."""
+    if pin_memory:
+        return _pinned_field(num_rows, output)
     if not num_rows * output.nbytes:
         return torch.empty((num_rows, *output.shape), dtype=output.dtype), np.empty(0, dtype=np.uint8)
     memory = pool.take(num_rows * output.nbytes)

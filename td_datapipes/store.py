@@ -15,7 +15,7 @@ import redis
 import torch
 from tensordict import TensorDict
 
-from td_datapipes.assemble import BatchSink, make_sink
+from td_datapipes.assemble import LONG_BYTES, BatchSink, make_sink
 from td_datapipes.cost import CostModel
 from td_datapipes.errors import (
     ConfigurationError,
@@ -28,6 +28,7 @@ from td_datapipes.errors import (
 from td_datapipes.heap_batch import ValuesBatch, join_batches
 from td_datapipes.heap_plan import plan_values
 from td_datapipes.integrity import load_checksums
+from td_datapipes.joint_batch import JointBatch
 from td_datapipes.layouts import FieldPart, build_read_spec, layout_of, nodes_of_parts
 from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
@@ -154,9 +155,9 @@ class RowReader:
             return self._plan(rows, "lua")
         return plan
 
-    def _plan(self, rows: Rows, strategy: Strategy, *, atomic: bool = False) -> ReadPlan:
+    def _plan(self, rows: Rows, strategy: Strategy, *, atomic: bool = False, slab_bytes: int = SLAB_BYTES) -> ReadPlan:
         cost, atomic = self.costs.cost, atomic or self.options.atomic
-        return plan_read(rows, self.spec, cost, strategy=strategy, slab_bytes=SLAB_BYTES, atomic=atomic)
+        return plan_read(rows, self.spec, cost, strategy=strategy, slab_bytes=slab_bytes, atomic=atomic)
 
     def _may_use_lua(self, plan: ReadPlan) -> bool:
         """Whether Lua comes into question: for larger rows, pipelined ranges were never measured slower."""
@@ -170,6 +171,10 @@ class RowReader:
         """How to read the rows of several batches at once; None where that gains nothing."""
         if self.options.atomic or not len(rows) or not self.spec.segments:
             return None
+        long = self.spec.row_bytes >= LONG_BYTES
+        if long and self.options.strategy == "auto" and not self._may_tear and _mostly_adjacent(rows):
+            # They are received where they belong, so slabs need not fit the processor's cache.
+            return self._plan(rows, "covering", slab_bytes=4 * SLAB_BYTES)
         plan = self.plan(rows)
         return None if plan.strategy == "pipelined" else plan
 
@@ -194,8 +199,16 @@ class RowReader:
             checks = self._checks = ChunkChecks(manifest=frozen, spec=self.spec, sums=sums)
         return checks
 
-    def slice_batch(self, sink: BatchSink, start: int, stop: int) -> TensorDict:
-        """Rows ``[start, stop)`` of what a sink holds, as a batch of views."""
+    def new_batches(self, plan: ReadPlan, sizes: Sequence[int]) -> BatchSink:
+        """Where the rows of several batches of those sizes go, one behind the other."""
+        if self.options.strided or self.options.verify:
+            return self.new_batch(plan)[0]
+        return JointBatch(sizes, self.spec, self._pool, pin_memory=self.options.pin_memory)
+
+    def cut_batch(self, sink: BatchSink, number: int, start: int, stop: int) -> TensorDict:
+        """One of the batches of `new_batches`: its number, and which rows of all of them are its."""
+        if isinstance(sink, JointBatch):
+            return new_tensordict(sink.batch(number), self._nodes, stop - start)
         values = {key: tensor[start:stop] for key, tensor in sink.tensors.items()}
         return new_tensordict(values, self._nodes, stop - start)
 
@@ -435,3 +448,8 @@ def _guard_of(description: Description, fields: Sequence[Field]) -> Guard | None
         return Guard.of_string(description.structure_key, b"%d" % description.generation)
     leaves = [description.leaf_of[field.key] for field in fields if field.nbytes]
     return Guard.of_hashes((description.meta_key(leaf.path), leaf.expected) for leaf in leaves)
+
+
+def _mostly_adjacent(rows: Rows) -> bool:
+    """Whether half of the rows stand beside another, or more."""
+    return 2 * int(np.count_nonzero(np.diff(np.sort(rows)) == 1)) >= len(rows)

@@ -34,6 +34,7 @@ LAYERS = (
     "blocks",
     "memory",
     "assemble",
+    "joint_batch",
     "verified",
     "arrow_rows",
     "heap_batch",

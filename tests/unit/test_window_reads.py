@@ -50,9 +50,11 @@ def test_where_they_are_waited_for_the_first_ones_come_soon() -> None:
     assert found[:4] == [1, 2, 4, 8]
 
 
-def test_long_batches_are_read_one_by_one() -> None:
-    for rows in (np.arange(512), np.random.default_rng(0).permutation(512)):
-        assert sizes(reader_of(LONG), rows) == [1] * 8
+def test_long_batches_are_read_one_by_one_unless_that_halves_the_ranges() -> None:
+    shuffled = np.random.default_rng(0).permutation(512)
+    assert sizes(reader_of(LONG), np.arange(512)) == [1] * 8
+    assert sizes(reader_of(LONG), shuffled[:256]) == [1] * 4
+    assert sizes(reader_of(LONG), shuffled) == [8]
 
 
 def test_scattered_batches_are_read_one_by_one_and_shuffled_neighbours_together() -> None:
