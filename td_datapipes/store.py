@@ -175,10 +175,15 @@ class RowReader:
 
     def new_batch(self, plan: ReadPlan) -> tuple[BatchSink, TensorDict]:
         """A batch whose values are still to come, and where they go."""
+        sink = self.new_sink(plan)
+        return sink, new_tensordict(sink.tensors, self._nodes, plan.num_rows)
+
+    def new_sink(self, plan: ReadPlan) -> BatchSink:
+        """Where the values of a batch go, or of several that are cut from it by `slice_batch`."""
         sink = make_sink(plan, self.spec, self._pool, strided=self.options.strided, pin_memory=self.options.pin_memory)
         if self.options.verify and plan.slabs:
             sink = VerifyingSink(sink, self._known_checks())
-        return sink, new_tensordict(sink.tensors, self._nodes, plan.num_rows)
+        return sink
 
     def _known_checks(self) -> ChunkChecks:
         """The checksums of the generation; they are read once."""

@@ -19,7 +19,7 @@ from td_datapipes.wire.reader import ReadJob
 
 __all__ = ["BatchRead", "ReadGroup", "group_reads"]
 
-_READ_BYTES = 5 << 18
+_READ_BYTES = 5 << 19
 """Small batches are read so many bytes at once: what a read costs besides its bytes is then little of it."""
 
 
@@ -81,7 +81,10 @@ class ReadGroup:
         """Send the requests, as far as the limit on bytes in flight lets it."""
         plan = self.plan or reader.plan(_rows_of(self.batches))
         self.job = plans.start(plan)
-        self._sink, self._whole = reader.new_batch(plan)
+        if len(self.batches) == 1:
+            self._sink, self._whole = reader.new_batch(plan)
+        else:
+            self._sink = reader.new_sink(plan)
         self.job.sink = self._sink
 
     @property
@@ -105,13 +108,14 @@ class ReadGroup:
 
     def finish(self, reader: RowReader) -> None:
         """Everything has arrived: the batches are ready."""
-        if self._whole is None or self._sink is None:
+        if self._sink is None:
             raise RuntimeError("a group is finished after it was started")
         start = 0
         for number, batch in enumerate(self.batches):
             stop = start + len(batch.rows)
-            make = partial(reader.slice_batch, self._sink, start, stop)
-            if len(self.batches) == 1:
+            if self._whole is None:
+                make = partial(reader.slice_batch, self._sink, start, stop)
+            else:
                 make = partial(_same, self._whole)
             # Values are looked at on the way, and are each batch's own memory.
             batch.make = make if self._values is None else partial(_same, self._values.add_to(make(), number))
@@ -166,11 +170,11 @@ def _together(reader: RowReader, part: list[BatchRead], units: list[list[BatchRe
 
 
 def _few(batches: list[BatchRead], *, soon: bool) -> Iterator[list[BatchRead]]:
-    """Small batches that are read at once: if they are waited for one, then two, then four."""
+    """Small batches that are read at once: if they are waited for one, then four, then as many as it may be."""
     done, count = 0, 1
     while soon and done < len(batches) and count * batches[done].nbytes < _READ_BYTES:
         yield batches[done : done + count]
-        done, count = done + count, 2 * count
+        done, count = done + count, 4 * count
     yield from _parts(batches[done:], _READ_BYTES)
 
 
