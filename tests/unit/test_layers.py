@@ -81,6 +81,7 @@ LAYERS = (
     "mixture",
     "epochs",
     "dealing",
+    "passes",
     "streaming",
     "fronts",
     "datapipes",
