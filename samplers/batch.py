@@ -98,17 +98,25 @@ class RowBatch(list[int]):
         ordinal: which batch of its rank this is in the epoch, or since the elastic cursor it was resumed from.
         window: the batches announced with it.
         padded: how many rows at the end repeat others, so that all ranks get as many.
+        dealt: the rows as an array, for who gets the batch from its dealer: nobody can have changed the list yet.
     """
 
-    __slots__ = ("ordinal", "padded", "window")
+    __slots__ = ("dealt", "ordinal", "padded", "window")
 
     def __init__(
-        self, rows: Iterable[int] = (), *, ordinal: int = 0, window: Window | None = None, padded: int = 0
+        self,
+        rows: Iterable[int] = (),
+        *,
+        ordinal: int = 0,
+        window: Window | None = None,
+        padded: int = 0,
+        dealt: Rows | None = None,
     ) -> None:
         super().__init__(rows)
         self.ordinal = ordinal
         self.window = window
         self.padded = padded
+        self.dealt = dealt
 
     def __reduce__(self) -> tuple[Any, ...]:
         data = np.asarray(self, np.int64).tobytes()

@@ -126,7 +126,8 @@ class WindowDealer:
         while self._current is None or batch >= self._current.stop:
             self._move_window(batch)
         rows = self._rows(batch)
-        return RowBatch(rows.tolist(), ordinal=batch, window=self._window, padded=self._batches.padded(batch))
+        padded = self._batches.padded(batch)
+        return RowBatch(rows.tolist(), ordinal=batch, window=self._window, padded=padded, dealt=rows)
 
     def _move_window(self, batch: int) -> None:
         self._current = self._open(batch) if self._following is None else self._following

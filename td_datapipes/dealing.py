@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -12,16 +13,30 @@ from td_datapipes.samplers.batch import RowBatch, Window
 __all__ = ["deal_batch"]
 
 
-def deal_batch(rows: RowBatch, *, step: int, expected: int) -> RowBatch:
+class _Dealt:
+    """An announced batch as an array: reading its rows out of a list takes longer than finding them."""
+
+    __slots__ = ("_rows", "ordinal", "window")
+
+    def __init__(self, rows: Rows, ordinal: int, window: Window) -> None:
+        self._rows, self.ordinal, self.window = rows, ordinal, window
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Rows:
+        return self._rows
+
+
+def deal_batch(rows: RowBatch, *, step: int, expected: int) -> Sequence[int]:
     """The batch, numbered so that a reader expects exactly those batches that will be asked for.
 
     Args:
-        rows: as its sampler made it.
+        rows: as its dealer made it.
         step: every how manieth batch of the sampler is taken.
         expected: every how manieth the reader expects: the number of workers of the loader it runs in.
     """
-    if step == expected or rows.window is None:
+    if rows.window is None:
         return rows
+    if step == expected:
+        return rows if rows.dealt is None else cast(Sequence[int], _Dealt(rows.dealt, rows.ordinal, rows.window))
     window = _DealtWindow(rows.window, rows.ordinal % step, step, expected)
     ordinal = rows.ordinal // step * expected
     return RowBatch(rows, ordinal=ordinal, window=cast(Window, window), padded=rows.padded)

@@ -6,7 +6,7 @@ __all__ = ["Pace"]
 
 AWAY_SECONDS = 500e-6
 """A consumer that is away for less is sooner back than a thread has taken the interpreter over and given it back."""
-NAP_SECONDS = 5e-3
+NAP_SECONDS = 10e-3
 """For so long a consumer may stay away unexpectedly before the thread sets to work."""
 _LONGEST_SECONDS = 2e-3
 _WEIGHT = 0.25

@@ -180,10 +180,15 @@ class RowReader:
 
     def new_batch(self, plan: ReadPlan) -> tuple[BatchSink, TensorDict]:
         """A batch whose values are still to come, and where they go."""
+        sink = self.new_sink(plan)
+        return sink, new_tensordict(sink.tensors, self._nodes, plan.num_rows)
+
+    def new_sink(self, plan: ReadPlan) -> BatchSink:
+        """Where the values of a batch go, or of several that are cut from it by `cut_batch`."""
         sink = make_sink(plan, self.spec, self._pool, strided=self.options.strided, pin_memory=self.options.pin_memory)
         if self.options.verify and plan.slabs:
             sink = VerifyingSink(sink, self._known_checks())
-        return sink, new_tensordict(sink.tensors, self._nodes, plan.num_rows)
+        return sink
 
     def _known_checks(self) -> ChunkChecks:
         """The checksums of the generation; they are read once."""
@@ -201,8 +206,9 @@ class RowReader:
 
     def new_batches(self, plan: ReadPlan, sizes: Sequence[int]) -> BatchSink:
         """Where the rows of several batches of those sizes go, one behind the other."""
-        if self.options.strided or self.options.verify:
-            return self.new_batch(plan)[0]
+        long = any(copy.nbytes >= LONG_BYTES for copy in self.spec.copies)
+        if not long or self.options.strided or self.options.verify:
+            return self.new_sink(plan)
         return JointBatch(sizes, self.spec, self._pool, pin_memory=self.options.pin_memory)
 
     def cut_batch(self, sink: BatchSink, number: int, start: int, stop: int) -> TensorDict:

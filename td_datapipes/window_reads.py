@@ -19,7 +19,7 @@ from td_datapipes.wire.reader import ReadJob
 
 __all__ = ["BatchRead", "ReadGroup", "group_reads"]
 
-_READ_BYTES = 5 << 18
+_READ_BYTES = 5 << 19
 """Small batches are read so many bytes at once: what a read costs besides its bytes is then little of it."""
 
 
@@ -172,11 +172,11 @@ def _together(reader: RowReader, part: list[BatchRead], units: list[list[BatchRe
 
 
 def _few(batches: list[BatchRead], *, soon: bool) -> Iterator[list[BatchRead]]:
-    """Small batches that are read at once: if they are waited for one, then two, then four."""
+    """Small batches that are read at once: if they are waited for one, then four, then as many as it may be."""
     done, count = 0, 1
     while soon and done < len(batches) and count * batches[done].nbytes < _READ_BYTES:
         yield batches[done : done + count]
-        done, count = done + count, 2 * count
+        done, count = done + count, 4 * count
     yield from _parts(batches[done:], _READ_BYTES)
 
 

@@ -34,6 +34,8 @@ _MAX_PLACES = 64
 """Of one receive: about as many as fill what a socket holds."""
 _PART_BYTES = 192 * 1024
 """Copied out of a slab while the rest of it is on its way: a Unix socket buffers about that much on Linux."""
+_RECEIVE_BYTES = 512 * 1024
+"""Received at once where parts are copied out: what comes is then still in the cache. A system call costs less."""
 _WAITING_PART_BYTES = 8 * 1024
 """The same where there is nothing to do but wait for the rest."""
 
@@ -147,7 +149,9 @@ class _SlabExchange:
         if self._stream is None:
             self._begin()
         if self._got < self.nbytes:
-            return self._view[self._got :] if self._places is None else self._places.target(self._got)
+            if self._places is not None:
+                return self._places.target(self._got)
+            return self._view[self._got : self._got + _RECEIVE_BYTES if self._in_parts else None]
         if self._framed():
             self._take_rest()
             self.job.unfinished -= 1

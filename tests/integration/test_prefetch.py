@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -373,3 +374,27 @@ def test_the_next_batches_are_on_their_way_before_they_are_asked_for(url: str) -
         # Windows of three batches: this one's other two and the next one's three.
         wait_until(lambda: dataset.stats.bytes >= 6 * 16 * dataset.row_bytes, "five more batches to be read", 5)
         assert settle(dataset) < 7 * 16 * dataset.row_bytes
+
+
+def test_a_consumer_in_a_hurry_is_read_ahead_for_once_it_stays_away(url: str) -> None:
+    with RedisTDDataset(url, strategy="pipelined") as dataset:
+        loader = loader_of(dataset, "rows")
+        for _ in range(3):  # at once, batch after batch: it reads by itself
+            assert sum(map(len, loader)) == ROWS
+        before = dataset.stats.bytes
+        next(iter(loader))
+        wait_until(lambda: dataset.stats.bytes >= before + 6 * 16 * dataset.row_bytes, "two windows to be read", 5)
+
+
+def test_consumers_in_several_threads_get_their_rows(url: str) -> None:
+    reference = small_rows()
+    with RedisTDDataset(url) as dataset, ThreadPoolExecutor(3) as pool:
+
+        def epoch(name: str) -> int:
+            count = 0
+            for batch, rows in zip(loader_of(dataset, name), SAMPLERS[name](dataset), strict=True):
+                assert_same_rows(batch, reference[rows])
+                count += len(rows)
+            return count
+
+        assert list(pool.map(epoch, ["block", "rows", "one_buffer"])) == [ROWS] * 3

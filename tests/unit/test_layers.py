@@ -82,6 +82,7 @@ LAYERS = (
     "mixture",
     "epochs",
     "dealing",
+    "passes",
     "streaming",
     "fronts",
     "datapipes",

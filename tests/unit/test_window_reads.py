@@ -53,7 +53,7 @@ def test_where_they_are_waited_for_the_first_ones_come_soon() -> None:
 def test_long_batches_are_read_one_by_one_unless_that_halves_the_ranges() -> None:
     shuffled = np.random.default_rng(0).permutation(512)
     assert sizes(reader_of(LONG), np.arange(512)) == [1] * 8
-    assert sizes(reader_of(LONG), shuffled[:256]) == [1] * 4
+    assert sizes(reader_of(LONG), shuffled[:192]) == [1] * 3
     assert sizes(reader_of(LONG), shuffled) == [8]
 
 
