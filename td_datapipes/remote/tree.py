@@ -19,11 +19,12 @@ from td_datapipes.extras import Extra, extra_fields
 from td_datapipes.layouts import layout_of
 from td_datapipes.manifest import Manifest
 from td_datapipes.read_spec import Rows
-from td_datapipes.remote.ranges import Write, element_writes, row_writes, slice_rows
+from td_datapipes.remote.ranges import element_writes, row_writes, slice_rows
 from td_datapipes.remote.values import OneValue, RowValues
 from td_datapipes.schema import Field, Key, Node, format_key
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.upstream import Description, find_description
+from td_datapipes.wire.range_parts import RangeWrite
 from td_datapipes.wire.range_writer import RangeWriter
 from td_datapipes.wire.scripts import Script
 from td_datapipes.wire.server import Server
@@ -243,7 +244,7 @@ class Tree(ABC):
         write = element_writes(known.schema, layout.chunk_layouts, layout.chunk_key, values, rows)
         self._send(known, write, values)
 
-    def _send(self, known: Description, write: Write, keys: Iterable[Key]) -> None:
+    def _send(self, known: Description, write: RangeWrite, keys: Iterable[Key]) -> None:
         if not write.num_ranges:
             return
         doing = f"writing to {self.description.name!r}"
