@@ -17,6 +17,8 @@ from td_datapipes.wire.range_parts import RangePart, RangeWrite, RowPart
 
 __all__ = ["element_writes", "row_writes", "slice_rows"]
 
+_MAX_COUNTED_CHUNKS = 4096
+"""Counting the entries of each is faster than sorting a few hundred of them."""
 _Column = tuple[int, npt.NDArray[np.void]]
 
 
@@ -232,9 +234,15 @@ def _mostly_adjacent(rows: Rows) -> bool:
 
 def _distinct(chunks: Rows) -> tuple[Rows, Rows]:
     """The chunks, each once, and which of them each entry is."""
-    if len(chunks) and int(chunks.min()) == int(chunks.max()):
-        return chunks[:1], np.zeros(len(chunks), dtype=np.int64)
-    return np.unique(chunks, return_inverse=True)
+    highest = int(chunks.max()) if len(chunks) else 0
+    if highest > _MAX_COUNTED_CHUNKS:
+        return np.unique(chunks, return_inverse=True)
+    found = np.flatnonzero(np.bincount(chunks, minlength=1))
+    if len(found) == 1:
+        return found, np.zeros(len(chunks), dtype=np.int64)
+    number_of = np.empty(highest + 1, dtype=np.int64)
+    number_of[found] = np.arange(len(found))
+    return found, number_of[chunks]
 
 
 def _addresses(part: _Part, layout: ChunkLayout) -> tuple[Rows, Rows, Rows]:

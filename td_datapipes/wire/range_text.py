@@ -140,7 +140,7 @@ class RowText:
         # Keys that differ by a number are mostly of the same length: those are put in place all at once.
         self._heads = [
             (size, np.array([head if len(head) == size else b"" for head in heads], dtype=f"S{size}").view(f"V{size}"))
-            for size in np.unique(lengths).tolist()
+            for size in sorted(set(map(len, heads)))
         ]
 
     def commands(self, first: int, stop: int) -> npt.NDArray[np.uint8]:
