@@ -13,7 +13,7 @@ from td_datapipes.layouts.records import row_bytes_view
 from td_datapipes.manifest import ChunkLayout
 from td_datapipes.read_spec import Rows
 from td_datapipes.schema import Field, Group, Key, Schema
-from td_datapipes.wire.range_parts import RangePart, RangeWrite, RowPart
+from td_datapipes.wire.range_parts import ChunkPart, RangePart, RangeWrite, RowPart
 
 __all__ = ["element_writes", "row_writes", "slice_rows"]
 
@@ -44,6 +44,16 @@ class _RowPart:
     columns: Sequence[_Column]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _WholePart:
+    """All rows of a group."""
+
+    group: int
+    num_rows: int
+    columns: Sequence[_Column]
+    spare_bytes: int
+
+
 def slice_rows(num_rows: int, row_bytes: int, max_bytes: int, max_ranges: int) -> Iterator[slice]:
     """Cut rows so that each part has at most so many bytes and ranges; one row at least."""
     step = max(1, min(max_bytes // max(row_bytes, 1), max_ranges))
@@ -57,6 +67,7 @@ def row_writes(
     chunk_key: Callable[[int, int], bytes],
     values: Mapping[Key, torch.Tensor],
     rows: Rows | range,
+    whole_spare_bytes: int | None = None,
 ) -> RangeWrite:
     """Write whole fields of rows: the fields of a group that lie side by side as one range a row, adjacent rows as one.
 
@@ -64,12 +75,13 @@ def row_writes(
         schema, layouts, chunk_key: of the data set.
         values: for each field to write ``[n, *shape]``, of its dtype.
         rows: ``[n]``; of a row that comes twice the last value stays. A range is known to be adjacent rows.
+        whole_spare_bytes: given where `rows` is the range of all rows: bytes of a chunk behind its records.
     """
-    parts: list[_Part | _RowPart] = []
+    parts: list[_Part | _RowPart | _WholePart] = []
     for number, group in enumerate(schema.groups if len(rows) else ()):
         wanted = [field for field in group.fields if field.key in values and field.nbytes]
         for run in _runs(group, wanted):
-            parts.append(_run_part(number, group, run, values, rows, layouts[number]))
+            parts.append(_run_part(number, group, run, values, rows, layouts[number], whole_spare_bytes))
     return _assemble(parts, layouts, chunk_key)
 
 
@@ -96,12 +108,16 @@ def _run_part(
     values: Mapping[Key, torch.Tensor],
     rows: Rows | range,
     layout: ChunkLayout,
-) -> _Part | _RowPart:
+    whole_spare_bytes: int | None,
+) -> _Part | _RowPart | _WholePart:
     low = run[0].offset_bytes
     high = run[-1].offset_bytes + run[-1].nbytes
     complete = low == 0 and len(run) == sum(field.nbytes > 0 for field in group.fields)
-    if layout.pieces == 1 and isinstance(rows, np.ndarray) and not (complete and _mostly_adjacent(rows)):
+    by_row = isinstance(rows, np.ndarray) and not (complete and _mostly_adjacent(rows))
+    if layout.pieces == 1 and (by_row or (complete and whole_spare_bytes is not None)):
         columns = [(field.offset_bytes - low, _items(values[field.key], field.nbytes)) for field in run]
+        if isinstance(rows, range):
+            return _WholePart(group=number, num_rows=len(rows), columns=columns, spare_bytes=whole_spare_bytes or 0)
         return _RowPart(group=number, rows=rows, start=low, width=high - low, columns=columns)
     if complete:
         high = group.stride_bytes  # so that adjacent rows are one range
@@ -187,17 +203,23 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def _assemble(
-    parts: Iterable[_Part | _RowPart], layouts: Sequence[ChunkLayout], chunk_key: Callable[[int, int], bytes]
+    parts: Iterable[_Part | _RowPart | _WholePart],
+    layouts: Sequence[ChunkLayout],
+    chunk_key: Callable[[int, int], bytes],
 ) -> RangeWrite:
     numbers: dict[bytes, int] = {}
     needed: list[int] = []
-    made: list[RangePart | RowPart] = []
+    made: list[RangePart | RowPart | ChunkPart] = []
     located: dict[ChunkLayout, tuple[Rows, Rows]] = {}
     for part in parts:
         layout = layouts[part.group]
         if isinstance(part, _RowPart):
             chunks, starts = _located(part, layout, located)
             stops = starts + part.width
+        elif isinstance(part, _WholePart):
+            chunks = np.arange(layout.num_chunks(part.num_rows))
+            counts = np.minimum(layout.records_per_chunk, part.num_rows - chunks * layout.records_per_chunk)
+            stops = counts * layout.stride_bytes
         else:
             chunks, starts, lengths = _addresses(part, layout)
             stops = starts + lengths
@@ -213,6 +235,11 @@ def _assemble(
             needed[number] = max(needed[number], need)
         if isinstance(part, _RowPart):
             made.append(RowPart(keys=mine[which], starts=starts, width=part.width, columns=part.columns))
+        elif isinstance(part, _WholePart):
+            stride, spare = layout.stride_bytes, part.spare_bytes
+            made.append(
+                ChunkPart(keys=mine[which], counts=counts, stride_bytes=stride, columns=part.columns, spare_bytes=spare)
+            )
         else:
             made.append(RangePart(keys=mine[which], starts=starts, lengths=lengths, data=part.data))
     return RangeWrite(keys=tuple(numbers), needed=tuple(needed), parts=tuple(made))

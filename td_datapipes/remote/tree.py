@@ -233,7 +233,8 @@ class Tree(ABC):
         most = MAX_CALL_RANGES // len(groups) if groups else len(numbers)
         for part in slice_rows(len(numbers), row_bytes, MAX_CALL_BYTES, most):
             mine = {key: tensor[part] for key, tensor in values.items()}
-            write = row_writes(schema, layout.chunk_layouts, layout.chunk_key, mine, numbers[part])
+            spare = layout.spare_bytes if rows is None and len(numbers[part]) == known.rows else None
+            write = row_writes(schema, layout.chunk_layouts, layout.chunk_key, mine, numbers[part], spare)
             self._send(known, write, values)
 
     def write_elements(

@@ -1,4 +1,4 @@
-"""Ranges to write and where their bytes lie, and the SETRANGE commands for them. Pure: nothing is sent here."""
+"""Ranges to write and where their bytes lie, and the commands for them. Pure: nothing is sent here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from td_datapipes.read_spec import Rows
 from td_datapipes.wire.range_text import MAX_END_BYTES, Items, RowText, set_commands
 
-__all__ = ["RangePart", "RangeWrite", "RowPart"]
+__all__ = ["ChunkPart", "RangePart", "RangeWrite", "RowPart"]
 
 MIN_TEXT_RANGES = 512
 """From so many on, numpy's calls cost less than formatting each range."""
@@ -27,6 +27,7 @@ MAX_TEXT_LENGTHS = 8
 _PART_BYTES = 256 * 1024
 _TEXT_BYTES = 128 * 1024
 """Of commands for rows: made while the server works on those before."""
+_SETRANGE = b"*4\r\n$8\r\nSETRANGE\r\n"
 _PACKED = np.dtype("<u4, <u4, <u4")
 
 
@@ -44,6 +45,11 @@ class RangePart:
     starts: Rows
     lengths: Rows
     data: npt.NDArray[np.uint8]
+
+    @property
+    def num_bytes(self) -> int:
+        """All in all."""
+        return len(self.data)
 
     def commands(self, heads: Sequence[bytes]) -> Iterator[bytes | memoryview]:
         """One SETRANGE a range; `heads` is what those for each key begin with."""
@@ -107,6 +113,11 @@ class RowPart:
     columns: Sequence[tuple[int, Items]]
 
     @property
+    def num_bytes(self) -> int:
+        """All in all."""
+        return len(self.keys) * self.width
+
+    @property
     def lengths(self) -> Rows:
         """Of each range."""
         return np.full(len(self.keys), self.width)
@@ -144,6 +155,66 @@ class RowPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkPart:
+    """Chunks that are written from their first byte to their last: set anew, which saves the server a copy.
+
+    Attributes:
+        keys: number of the key of each, ``[chunks]``.
+        counts: rows of each, ``[chunks]``.
+        stride_bytes: from row to row.
+        columns: as of `RowPart`, for the rows of all chunks.
+        spare_bytes: zeros at the end of each.
+    """
+
+    keys: Rows
+    counts: Rows
+    stride_bytes: int
+    columns: Sequence[tuple[int, Items]]
+    spare_bytes: int
+
+    @property
+    def starts(self) -> Rows:
+        """Of each range."""
+        return np.zeros_like(self.counts)
+
+    @property
+    def lengths(self) -> Rows:
+        """Of each range, without the spare bytes."""
+        return self.counts * self.stride_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """All in all."""
+        return int(self.counts.sum()) * self.stride_bytes
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The ranges' bytes, one behind the other."""
+        return self._records(0, int(self.counts.sum()))
+
+    def commands(self, heads: Sequence[bytes]) -> Iterator[bytes | memoryview]:
+        """One SET a chunk; its records are put together some at a time, while the server receives those before."""
+        step, begin = max(1, _PART_BYTES // self.stride_bytes), 0
+        for key, count in zip(self.keys.tolist(), self.counts.tolist(), strict=True):
+            nbytes = count * self.stride_bytes + self.spare_bytes
+            yield b"*3\r\n$3\r\nSET\r\n%b$%d\r\n" % (heads[key][len(_SETRANGE) :], nbytes)
+            for first in range(begin, begin + count, step):
+                yield self._records(first, min(first + step, begin + count)).data
+            yield bytes(self.spare_bytes) + b"\r\n"
+            begin += count
+
+    def _records(self, first: int, stop: int) -> npt.NDArray[np.uint8]:
+        start, items = self.columns[0]
+        if len(self.columns) == 1 and items.dtype.itemsize == self.stride_bytes:
+            return items[first:stop].view(np.uint8)
+        records = np.zeros((stop - first) * self.stride_bytes, dtype=np.uint8)
+        for start, items in self.columns:
+            mine = items[first:stop]
+            np.ndarray((len(mine),), items.dtype, records, start, (self.stride_bytes,))[:] = mine
+        return records
+
+
+@dataclass(frozen=True, kw_only=True)
 class RangeWrite:
     """Ranges of chunks and their bytes, in order.
 
@@ -155,7 +226,7 @@ class RangeWrite:
 
     keys: tuple[bytes, ...]
     needed: tuple[int, ...]
-    parts: tuple[RangePart | RowPart, ...]
+    parts: tuple[RangePart | RowPart | ChunkPart, ...]
 
     @property
     def num_ranges(self) -> int:
@@ -165,7 +236,7 @@ class RangeWrite:
     @property
     def num_bytes(self) -> int:
         """All in all."""
-        return sum(len(part.keys) * part.width if isinstance(part, RowPart) else len(part.data) for part in self.parts)
+        return sum(part.num_bytes for part in self.parts)
 
     @property
     def packed(self) -> bytes:
@@ -185,8 +256,8 @@ class RangeWrite:
         return whole.data
 
     def commands(self) -> Iterator[bytes | memoryview]:
-        """One SETRANGE a range."""
-        heads = [b"*4\r\n$8\r\nSETRANGE\r\n$%d\r\n%b\r\n" % (len(key), key) for key in self.keys]
+        """One command a range."""
+        heads = [b"%b$%d\r\n%b\r\n" % (_SETRANGE, len(key), key) for key in self.keys]
         for part in self.parts:
             if len(part.keys):
                 yield from part.commands(heads)
