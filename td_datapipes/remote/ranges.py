@@ -13,32 +13,13 @@ from td_datapipes.layouts.records import row_bytes_view
 from td_datapipes.manifest import ChunkLayout
 from td_datapipes.read_spec import Rows
 from td_datapipes.schema import Field, Group, Key, Schema
+from td_datapipes.wire.range_parts import ChunkPart, RangePart, RangeWrite, RowPart
 
-__all__ = ["Write", "element_writes", "row_writes", "slice_rows"]
+__all__ = ["element_writes", "row_writes", "slice_rows"]
 
-_PACKED = np.dtype("<u4, <u4, <u4")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Write:
-    """Ranges of chunks and their bytes, in order.
-
-    Attributes:
-        keys: of the chunks, each once.
-        needed: how long each chunk has to be, for all its ranges to be within it.
-        packed: number of the key, first byte and length of each range, three little-endian u32.
-        data: the ranges' bytes, one behind the other.
-    """
-
-    keys: tuple[bytes, ...]
-    needed: tuple[int, ...]
-    packed: bytes
-    data: memoryview
-
-    @property
-    def num_ranges(self) -> int:
-        """How many ranges."""
-        return len(self.packed) // _PACKED.itemsize
+_MAX_COUNTED_CHUNKS = 4096
+"""Counting the entries of each is faster than sorting a few hundred of them."""
+_Column = tuple[int, npt.NDArray[np.void]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +31,27 @@ class _Part:
     starts: Rows
     lengths: Rows
     data: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RowPart:
+    """One range a row, at the same place of its record: what stands where in it."""
+
+    group: int
+    rows: Rows
+    start: int
+    width: int
+    columns: Sequence[_Column]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholePart:
+    """All rows of a group."""
+
+    group: int
+    num_rows: int
+    columns: Sequence[_Column]
+    spare_bytes: int
 
 
 def slice_rows(num_rows: int, row_bytes: int, max_bytes: int, max_ranges: int) -> Iterator[slice]:
@@ -65,19 +67,21 @@ def row_writes(
     chunk_key: Callable[[int, int], bytes],
     values: Mapping[Key, torch.Tensor],
     rows: Rows | range,
-) -> Write:
+    whole_spare_bytes: int | None = None,
+) -> RangeWrite:
     """Write whole fields of rows: the fields of a group that lie side by side as one range a row, adjacent rows as one.
 
     Args:
         schema, layouts, chunk_key: of the data set.
         values: for each field to write ``[n, *shape]``, of its dtype.
         rows: ``[n]``; of a row that comes twice the last value stays. A range is known to be adjacent rows.
+        whole_spare_bytes: given where `rows` is the range of all rows: bytes of a chunk behind its records.
     """
-    parts: list[_Part] = []
-    for number, group in enumerate(schema.groups):
+    parts: list[_Part | _RowPart | _WholePart] = []
+    for number, group in enumerate(schema.groups if len(rows) else ()):
         wanted = [field for field in group.fields if field.key in values and field.nbytes]
         for run in _runs(group, wanted):
-            parts.append(_run_part(number, group, run, values, rows, layouts[number]))
+            parts.append(_run_part(number, group, run, values, rows, layouts[number], whole_spare_bytes))
     return _assemble(parts, layouts, chunk_key)
 
 
@@ -104,10 +108,17 @@ def _run_part(
     values: Mapping[Key, torch.Tensor],
     rows: Rows | range,
     layout: ChunkLayout,
-) -> _Part:
+    whole_spare_bytes: int | None,
+) -> _Part | _RowPart | _WholePart:
     low = run[0].offset_bytes
     high = run[-1].offset_bytes + run[-1].nbytes
     complete = low == 0 and len(run) == sum(field.nbytes > 0 for field in group.fields)
+    by_row = isinstance(rows, np.ndarray) and not (complete and _mostly_adjacent(rows))
+    if layout.pieces == 1 and (by_row or (complete and whole_spare_bytes is not None)):
+        columns = [(field.offset_bytes - low, _items(values[field.key], field.nbytes)) for field in run]
+        if isinstance(rows, range):
+            return _WholePart(group=number, num_rows=len(rows), columns=columns, spare_bytes=whole_spare_bytes or 0)
+        return _RowPart(group=number, rows=rows, start=low, width=high - low, columns=columns)
     if complete:
         high = group.stride_bytes  # so that adjacent rows are one range
     width, n = high - low, len(rows)
@@ -117,8 +128,7 @@ def _run_part(
         records = np.zeros(n * width, dtype=np.uint8)
         for field in run:
             source = row_bytes_view(_plain(values[field.key]), field.nbytes)
-            if n:
-                np.ndarray((n,), source.dtype, records, field.offset_bytes - low, (width,))[:] = source
+            np.ndarray((n,), source.dtype, records, field.offset_bytes - low, (width,))[:] = source
     if isinstance(rows, range):
         # One range a chunk, found without looking at every row.
         step = layout.records_per_chunk if complete else 1
@@ -134,7 +144,7 @@ def element_writes(
     chunk_key: Callable[[int, int], bytes],
     values: Mapping[Key, tuple[torch.Tensor, torch.Tensor]],
     rows: Rows,
-) -> Write:
+) -> RangeWrite:
     """Write some elements of rows.
 
     Args:
@@ -169,6 +179,17 @@ def _element_part(number: int, field: Field, elements: torch.Tensor, values: tor
     )
 
 
+def _items(tensor: torch.Tensor, nbytes: int) -> npt.NDArray[np.void]:
+    """One opaque item a row, where it lies unless its memory is not what it stands for."""
+    try:
+        array = tensor.numpy() if tensor.is_contiguous() else None
+    except (TypeError, RuntimeError):  # on a device, needs gradients, conjugated, or of a dtype numpy does not have
+        array = None
+    if array is None:
+        return row_bytes_view(_plain(tensor), nbytes)
+    return np.ndarray((len(array),), dtype=f"V{nbytes}", buffer=array)
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
@@ -181,15 +202,30 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return flat
 
 
-def _assemble(parts: Iterable[_Part], layouts: Sequence[ChunkLayout], chunk_key: Callable[[int, int], bytes]) -> Write:
+def _assemble(
+    parts: Iterable[_Part | _RowPart | _WholePart],
+    layouts: Sequence[ChunkLayout],
+    chunk_key: Callable[[int, int], bytes],
+) -> RangeWrite:
     numbers: dict[bytes, int] = {}
     needed: list[int] = []
-    packed, data = [], []
+    made: list[RangePart | RowPart | ChunkPart] = []
+    located: dict[ChunkLayout, tuple[Rows, Rows]] = {}
     for part in parts:
-        chunks, starts, lengths = _addresses(part, layouts[part.group])
+        layout = layouts[part.group]
+        if isinstance(part, _RowPart):
+            chunks, starts = _located(part, layout, located)
+            stops = starts + part.width
+        elif isinstance(part, _WholePart):
+            chunks = np.arange(layout.num_chunks(part.num_rows))
+            counts = np.minimum(layout.records_per_chunk, part.num_rows - chunks * layout.records_per_chunk)
+            stops = counts * layout.stride_bytes
+        else:
+            chunks, starts, lengths = _addresses(part, layout)
+            stops = starts + lengths
         distinct, which = _distinct(chunks)
         longest = np.zeros(len(distinct), dtype=np.int64)
-        np.maximum.at(longest, which, starts + lengths)
+        np.maximum.at(longest, which, stops)
         mine = np.empty(len(distinct), dtype=np.int64)
         for position, (chunk, need) in enumerate(zip(distinct.tolist(), longest.tolist(), strict=True)):
             # Several parts may be of one group, hence of the same chunks.
@@ -197,19 +233,43 @@ def _assemble(parts: Iterable[_Part], layouts: Sequence[ChunkLayout], chunk_key:
             if number == len(needed):
                 needed.append(need)
             needed[number] = max(needed[number], need)
-        entries = np.empty(len(chunks), dtype=_PACKED)
-        entries["f0"], entries["f1"], entries["f2"] = mine[which], starts, lengths
-        packed.append(entries.tobytes())
-        data.append(part.data)
-    whole = np.concatenate(data) if len(data) > 1 else (data[0] if data else np.empty(0, dtype=np.uint8))
-    return Write(keys=tuple(numbers), needed=tuple(needed), packed=b"".join(packed), data=whole.data)
+        if isinstance(part, _RowPart):
+            made.append(RowPart(keys=mine[which], starts=starts, width=part.width, columns=part.columns))
+        elif isinstance(part, _WholePart):
+            stride, spare = layout.stride_bytes, part.spare_bytes
+            made.append(
+                ChunkPart(keys=mine[which], counts=counts, stride_bytes=stride, columns=part.columns, spare_bytes=spare)
+            )
+        else:
+            made.append(RangePart(keys=mine[which], starts=starts, lengths=lengths, data=part.data))
+    return RangeWrite(keys=tuple(numbers), needed=tuple(needed), parts=tuple(made))
+
+
+def _located(part: _RowPart, layout: ChunkLayout, known: dict[ChunkLayout, tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
+    """Chunk and first byte of each range; all parts have the same rows, so groups that are cut alike share them."""
+    found = known.get(layout)
+    if found is None:
+        chunks, within = np.divmod(part.rows, layout.records_per_chunk)
+        found = known[layout] = chunks, within * layout.stride_bytes
+    return found[0], found[1] + part.start if part.start else found[1]
+
+
+def _mostly_adjacent(rows: Rows) -> bool:
+    """Whether many of them follow the one before: one range for several saves more than it costs to find them."""
+    return 4 * int(np.count_nonzero(rows[1:] == rows[:-1] + 1)) >= len(rows)
 
 
 def _distinct(chunks: Rows) -> tuple[Rows, Rows]:
     """The chunks, each once, and which of them each entry is."""
-    if len(chunks) and int(chunks.min()) == int(chunks.max()):
-        return chunks[:1], np.zeros(len(chunks), dtype=np.int64)
-    return np.unique(chunks, return_inverse=True)
+    highest = int(chunks.max()) if len(chunks) else 0
+    if highest > _MAX_COUNTED_CHUNKS:
+        return np.unique(chunks, return_inverse=True)
+    found = np.flatnonzero(np.bincount(chunks, minlength=1))
+    if len(found) == 1:
+        return found, np.zeros(len(chunks), dtype=np.int64)
+    number_of = np.empty(highest + 1, dtype=np.int64)
+    number_of[found] = np.arange(len(found))
+    return found, number_of[chunks]
 
 
 def _addresses(part: _Part, layout: ChunkLayout) -> tuple[Rows, Rows, Rows]:

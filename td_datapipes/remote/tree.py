@@ -19,11 +19,12 @@ from td_datapipes.extras import Extra, extra_fields
 from td_datapipes.layouts import layout_of
 from td_datapipes.manifest import Manifest
 from td_datapipes.read_spec import Rows
-from td_datapipes.remote.ranges import Write, element_writes, row_writes, slice_rows
+from td_datapipes.remote.ranges import element_writes, row_writes, slice_rows
 from td_datapipes.remote.values import OneValue, RowValues
 from td_datapipes.schema import Field, Key, Node, format_key
 from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.upstream import Description, find_description
+from td_datapipes.wire.range_parts import RangeWrite
 from td_datapipes.wire.range_writer import RangeWriter
 from td_datapipes.wire.scripts import Script
 from td_datapipes.wire.server import Server
@@ -232,7 +233,8 @@ class Tree(ABC):
         most = MAX_CALL_RANGES // len(groups) if groups else len(numbers)
         for part in slice_rows(len(numbers), row_bytes, MAX_CALL_BYTES, most):
             mine = {key: tensor[part] for key, tensor in values.items()}
-            write = row_writes(schema, layout.chunk_layouts, layout.chunk_key, mine, numbers[part])
+            spare = layout.spare_bytes if rows is None and len(numbers[part]) == known.rows else None
+            write = row_writes(schema, layout.chunk_layouts, layout.chunk_key, mine, numbers[part], spare)
             self._send(known, write, values)
 
     def write_elements(
@@ -243,7 +245,7 @@ class Tree(ABC):
         write = element_writes(known.schema, layout.chunk_layouts, layout.chunk_key, values, rows)
         self._send(known, write, values)
 
-    def _send(self, known: Description, write: Write, keys: Iterable[Key]) -> None:
+    def _send(self, known: Description, write: RangeWrite, keys: Iterable[Key]) -> None:
         if not write.num_ranges:
             return
         doing = f"writing to {self.description.name!r}"

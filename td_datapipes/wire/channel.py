@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from td_datapipes.errors import ServerTimeoutError, ServerUnavailableError
@@ -21,6 +21,12 @@ _MAX_WAIT_SECONDS = 3600.0
 _JOIN_BYTES = 256 * 1024
 _EARLY_BYTES = 2048
 """Of requests: as many keep a server busy for longer than it takes to wake it once more."""
+_STREAM_BYTES = 48 * 1024
+"""Of a request that is made part by part: sent while the rest is still to be made."""
+_LONG_PART_BYTES = 8192
+"""Parts that are longer on average are sent from where they lie rather than joined."""
+_MAX_PARTS = 512
+"""Of one system call: Linux takes up to 1024."""
 
 
 class Exchange(Protocol):
@@ -77,20 +83,26 @@ class Channel:
         idle = not self._awaited
         self._awaited.extend(exchanges)
         parts: list[bytes | memoryview] = []
+        held, enough = 0, _STREAM_BYTES
         for part in chain.from_iterable(exchange.request for exchange in exchanges):
-            if idle and not parts and len(part) >= _EARLY_BYTES:
-                # The server has nothing to do: it gets this part while the others are made.
-                self._unsent.append(memoryview(part))
-                self._send()
-                idle = False
-            else:
-                parts.append(part)
-        if not parts:
-            return
-        if sum(map(len, parts)) <= _JOIN_BYTES:
+            parts.append(part)
+            held += len(part)
+            early = idle and len(parts) == 1 and held >= _EARLY_BYTES
+            if early or held >= enough:
+                # The server gets this part while the others are made; at once where it has nothing to do.
+                self._queue(parts, held)
+                parts, held, idle = [], 0, False
+                enough = enough if early else min(2 * enough, _JOIN_BYTES)
+        if parts:
+            self._queue(parts, held)
+
+    def _queue(self, parts: list[bytes | memoryview], num_bytes: int) -> None:
+        """Send what the socket takes of these parts, behind what is unsent."""
+        long = self.scatters and num_bytes >= _LONG_PART_BYTES * len(parts)
+        if len(parts) > 1 and num_bytes <= 2 * _JOIN_BYTES and not long:
             # One system call: each would wake the server, which then competes with us for the processor.
             parts = [b"".join(parts)]
-        self._unsent.extend(map(memoryview, parts))
+        self._unsent.extend(memoryview(part) for part in parts if len(part))
         self._send()
 
     def push(self) -> None:
@@ -155,19 +167,21 @@ class Channel:
 
     def _send(self) -> None:
         while self._unsent:
-            data = self._unsent[0]
             try:
-                count = self._socket.send(data)
+                if len(self._unsent) > 1 and self.scatters:
+                    count = self._socket.sendmsg(islice(self._unsent, _MAX_PARTS))
+                else:
+                    count = self._socket.send(self._unsent[0])
             except _WOULD_BLOCK:
                 return
             except OSError as error:
                 raise ServerUnavailableError(
                     f"the connection to {self._address} broke while sending a request: {error}"
                 ) from error
-            if count == len(data):
-                self._unsent.popleft()
-            else:
-                self._unsent[0] = data[count:]
+            while count and count >= len(self._unsent[0]):
+                count -= len(self._unsent.popleft())
+            if count:
+                self._unsent[0] = self._unsent[0][count:]
 
     def _wait(self, deadline: float, doing: str) -> None:
         """Sleep until the socket can be read (or written, while requests are unsent)."""

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from td_datapipes.read_spec import Rows
 
-__all__ = ["MAX_END_BYTES", "RangeText", "range_commands", "set_commands"]
+__all__ = ["MAX_END_BYTES", "Items", "RangeText", "RowText", "range_commands", "set_commands"]
 
 Items = npt.NDArray[np.void]
+"""Opaque items of bytes, which numpy copies as whole blocks of memory."""
 
 MAX_END_BYTES = 10**9
 """Ends of ranges have at most 9 digits here, so that the length of each number is one digit itself."""
@@ -114,6 +115,63 @@ def set_commands(
         windows = np.ndarray((len(source) - length + 1,), f"V{length}", source, 0, (1,))
         _put(text, bodies[mine], windows[offsets[mine]])
     return text
+
+
+class RowText:
+    """Writes one SETRANGE a row, some of the rows at a time; their bytes are copied once, from where they lie.
+
+    Args:
+        heads: what commands begin with, up to the key; at least 12 bytes each.
+        head_of: which of them each row has, ``[rows]``.
+        starts: below `MAX_END_BYTES`, ``[rows]``.
+        width: bytes of each.
+        columns: what stands in them and where: ``(first byte, one item a row)``; between them there are zeros.
+    """
+
+    def __init__(
+        self, heads: Sequence[bytes], head_of: Rows, starts: Rows, width: int, columns: Sequence[tuple[int, Items]]
+    ) -> None:
+        self._width, self._columns = width, columns
+        self._new = np.empty if sum(items.dtype.itemsize for _, items in columns) == width else np.zeros
+        self._numbers = _Numbers.of(starts)
+        self._middle = b"\r\n$%d\r\n" % width
+        lengths = np.array([len(head) for head in heads])
+        self._head_of, self._head_bytes = head_of, lengths[head_of]
+        # Keys that differ by a number are mostly of the same length: those are put in place all at once.
+        self._heads = [
+            (size, np.array([head if len(head) == size else b"" for head in heads], dtype=f"S{size}").view(f"V{size}"))
+            for size in sorted(set(map(len, heads)))
+        ]
+
+    def commands(self, first: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Those of the rows ``[first, stop)``."""
+        rows, width, middle = slice(first, stop), self._width, self._middle
+        digits, head_bytes = self._numbers.digits[rows], self._head_bytes[rows]
+        # head + "$n\r\n" + first + "\r\n$n\r\n" + bytes + "\r\n"
+        ends: Rows = np.cumsum(head_bytes + digits + (width + len(middle) + 6))
+        text = self._new(int(ends[-1]), dtype=np.uint8)
+        at = ends - (width + len(middle) + 2)  # behind the number
+        _put(text, at - _PAD, self._numbers.text[rows])  # the zeros in front are written over
+        _put(text, at, np.array(middle, dtype=f"V{len(middle)}"))
+        at -= digits + 4
+        _put(text, at, _LENGTHS[digits])
+        at -= head_bytes
+        self._put_heads(text, at, self._head_of[rows], head_bytes)
+        bodies = ends - (width + 2)
+        for start, items in self._columns:
+            _put(text, bodies + start, items[rows])
+        _put(text, ends - 2, np.array(b"\r\n", dtype="V2"))
+        return text
+
+    def _put_heads(self, text: npt.NDArray[np.uint8], at: Rows, head_of: Rows, head_bytes: Rows) -> None:
+        for size, heads in self._heads:
+            if len(heads) == 1:
+                _put(text, at, heads[0])
+            elif len(self._heads) == 1:
+                _put(text, at, heads[head_of])
+            else:
+                mine = head_bytes == size
+                _put(text, at[mine], heads[head_of[mine]])
 
 
 @dataclass(frozen=True)

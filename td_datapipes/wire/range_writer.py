@@ -11,64 +11,35 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from td_datapipes.errors import ServerUnavailableError
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.faults import error_from_text
-from td_datapipes.wire.range_text import MAX_END_BYTES, set_commands
+from td_datapipes.wire.range_parts import RangeWrite
 from td_datapipes.wire.requests import bulk
 from td_datapipes.wire.scripts import load_script
 
-__all__ = ["RangeWriter", "RangeWrites"]
+__all__ = ["RangeWriter"]
 
-MAX_SCRIPT_RANGES = 511
+MAX_SCRIPT_RANGES = 64
 """So many short ranges are written by Lua; more cost the server more than a transaction costs both."""
 SHORT_RANGE_BYTES = 256
 """Ranges that are shorter than this on average are short."""
 SHORT_BYTES = 4096
 """All in all, that are written by Lua even if each of them is long."""
-MIN_TEXT_RANGES = 512
-"""From so many on, numpy's calls cost less than formatting each range."""
-MAX_TEXT_RANGE_BYTES = 1024
-"""Longer ranges are better sent from where they are than copied."""
-MAX_TEXT_LENGTHS = 8
-"""Numpy is called for each length there is."""
-_PART_BYTES = 256 * 1024
 _ATTEMPTS = 8
 _MULTI = b"*1\r\n$5\r\nMULTI\r\n"
 _EXEC = b"*1\r\n$4\r\nEXEC\r\n"
 
 
-class RangeWrites(Protocol):
-    """Ranges of chunks and their bytes.
-
-    Attributes:
-        keys: of the chunks, each once.
-        needed: how long each chunk has to be, for all its ranges to be within it.
-        packed: number of the key, first byte and length of each range, three little-endian u32.
-        data: the ranges' bytes, one behind the other.
-    """
-
-    @property
-    def keys(self) -> tuple[bytes, ...]: ...
-    @property
-    def needed(self) -> tuple[int, ...]: ...
-    @property
-    def packed(self) -> bytes: ...
-    @property
-    def data(self) -> memoryview: ...
-
-
 class _Lines:
     """A request whose replies are lines (an `Exchange`)."""
 
-    def __init__(self, request: Sequence[bytes | memoryview], num_lines: int) -> None:
+    def __init__(self, request: Iterable[bytes | memoryview], num_lines: int) -> None:
         self.request = request
         self.text = b""
         self._missing = num_lines
@@ -112,7 +83,7 @@ class RangeWriter:
         self._pid, self._lock = os.getpid(), threading.Lock()
         self._channel: Channel | None = None
 
-    def write(self, writes: RangeWrites, guards: Sequence[tuple[bytes, bytes]], token: bytes, doing: str) -> bool:
+    def write(self, writes: RangeWrite, guards: Sequence[tuple[bytes, bytes]], token: bytes, doing: str) -> bool:
         """Write the ranges.
 
         Args:
@@ -130,7 +101,7 @@ class RangeWriter:
         """
         if self._pid != os.getpid():
             self._reset()
-        num_bytes, num_ranges = len(writes.data), len(writes.packed) // 12
+        num_bytes, num_ranges = writes.num_bytes, writes.num_ranges
         short = num_bytes < max(num_ranges * SHORT_RANGE_BYTES, SHORT_BYTES)
         by_script = short and num_ranges <= MAX_SCRIPT_RANGES
         with self._lock:
@@ -158,7 +129,7 @@ class RangeWriter:
         self._drop()
         raise error_from_text(error[1:].decode("utf-8", "replace"), self._address, doing)
 
-    def _ask(self, request: Callable[[], Sequence[bytes | memoryview]], num_lines: int, doing: str) -> bytes:
+    def _ask(self, request: Callable[[], Iterable[bytes | memoryview]], num_lines: int, doing: str) -> bytes:
         fresh = self._channel is None
         try:
             try:
@@ -173,7 +144,7 @@ class RangeWriter:
             self._drop()
             raise
 
-    def _exchange(self, request: Sequence[bytes | memoryview], num_lines: int, doing: str) -> bytes:
+    def _exchange(self, request: Iterable[bytes | memoryview], num_lines: int, doing: str) -> bytes:
         if self._channel is None:
             self._channel = self._dial()
         exchange = _Lines(request, num_lines)
@@ -196,7 +167,7 @@ class RangeWriter:
 def _script_call(
     name: bytes,
     script: bytes,
-    writes: RangeWrites,
+    writes: RangeWrite,
     guards: Sequence[tuple[bytes, bytes]],
     token: bytes | None,
     packed: bytes,
@@ -219,7 +190,7 @@ def _script_call(
     )
 
 
-def _by_script(writes: RangeWrites, guards: Sequence[tuple[bytes, bytes]], *, known: bool) -> list[bytes | memoryview]:
+def _by_script(writes: RangeWrite, guards: Sequence[tuple[bytes, bytes]], *, known: bool) -> list[bytes | memoryview]:
     script = load_script("write_ranges")
     name, text = (b"EVALSHA", script.sha) if known else (b"EVAL", script.source)
     head = _script_call(name, text.encode(), writes, guards, None, writes.packed)
@@ -228,62 +199,15 @@ def _by_script(writes: RangeWrites, guards: Sequence[tuple[bytes, bytes]], *, kn
 
 
 def _by_transaction(
-    writes: RangeWrites, guards: Sequence[tuple[bytes, bytes]], token: bytes
-) -> list[bytes | memoryview]:
+    writes: RangeWrite, guards: Sequence[tuple[bytes, bytes]], token: bytes
+) -> Iterator[bytes | memoryview]:
     """Watch, look, and write; the source is sent along, as nothing may be written unless the script has looked."""
     source = load_script("write_ranges").source.encode()
     watched = [*(key for key, _ in guards), token]
     watch = b"*%d\r\n$5\r\nWATCH\r\n" % (1 + len(watched)) + b"".join(map(bulk, watched))
     look = _script_call(b"EVAL", source, writes, guards, token, b"") + bulk(b"")
     expected = b"".join(bulk(value) for _, value in guards)
-    return [b"".join([watch, look, expected, _MULTI]), *_set_ranges(writes), _EXEC]
-
-
-def _set_ranges(writes: RangeWrites) -> Iterator[bytes | memoryview]:
-    """One SETRANGE a range, short ones joined: each part costs a system call."""
-    heads = [b"*4\r\n$8\r\nSETRANGE\r\n" + bulk(key) for key in writes.keys]
-    packed = np.frombuffer(writes.packed, dtype="<u4").reshape(-1, 3)
-    if _fit_text(packed):
-        yield from _texts(heads, packed.astype(np.int64), writes.data)
-        return
-    ranges = packed.tolist()
-    parts: list[bytes | memoryview] = []
-    at = held = 0
-    for key, start, length in ranges:
-        offset = b"%d" % start
-        parts.append(b"%b$%d\r\n%b\r\n$%d\r\n" % (heads[key], len(offset), offset, length))
-        data = writes.data[at : at + length]
-        at, held = at + length, held + length
-        if length >= _PART_BYTES:
-            yield b"".join(parts)
-            yield data
-            parts, held = [b"\r\n"], 0
-            continue
-        parts += [data, b"\r\n"]
-        if held >= _PART_BYTES:
-            yield b"".join(parts)
-            parts, held = [], 0
-    if parts:
-        yield b"".join(parts)
-
-
-def _fit_text(packed: npt.NDArray[np.uint32]) -> bool:
-    """Whether `set_commands` writes them faster than one by one."""
-    if len(packed) < MIN_TEXT_RANGES:
-        return False
-    longest = int(packed[:, 2].max())
-    if longest > MAX_TEXT_RANGE_BYTES or int(packed[:, 1].max()) >= MAX_END_BYTES:
-        return False
-    return longest == int(packed[:, 2].min()) or len(np.unique(packed[:, 2])) <= MAX_TEXT_LENGTHS
-
-
-def _texts(heads: Sequence[bytes], ranges: npt.NDArray[np.int64], data: memoryview) -> Iterator[memoryview]:
-    """Some at a time: what is written anew each time should stay in the processor's cache."""
-    ends = np.cumsum(ranges[:, 2])
-    cuts = [*(np.nonzero(np.diff(ends // _PART_BYTES))[0] + 1).tolist(), len(ranges)]
-    first = begin = 0
-    for cut in cuts:
-        part, end = ranges[first:cut], int(ends[cut - 1])
-        used, head_of = np.unique(part[:, 0], return_inverse=True)
-        yield set_commands([heads[key] for key in used.tolist()], head_of, part[:, 1], part[:, 2], data[begin:end]).data
-        first, begin = cut, end
+    yield watch
+    yield b"".join([look, expected, _MULTI])
+    yield from writes.commands()
+    yield _EXEC

@@ -26,7 +26,9 @@ _CHUNK_BITS = 40
 _MULTI = b"*1\r\n$5\r\nMULTI\r\n"
 _EXEC = b"*1\r\n$4\r\nEXEC\r\n"
 EARLY_RANGES = 128
-"""Of a request for many: sent first, so that the server works on them while the request for the rest is made."""
+"""Half of a request for twice as many or more is sent first, for the server to work on while the rest is made."""
+MAX_EARLY_RANGES = 4 * EARLY_RANGES
+"""Made while the server has nothing to do; fewer cost one more wake-up than they gain."""
 _MIN_TEXT_RANGES = 48
 """From so many on, numpy's calls cost less than formatting each range."""
 _MAX_TEXT_KEYS = 16
@@ -129,7 +131,8 @@ class RequestBuilder:
 
     def _periodic(self, slab: PeriodicSlab) -> Iterator[bytes]:
         spec, rows = slab.spec, slab.rows
-        early = EARLY_RANGES // len(spec.segments) if slab.num_ranges >= 2 * EARLY_RANGES else 0
+        half = min(slab.num_ranges // 2, MAX_EARLY_RANGES)
+        early = half // len(spec.segments) if half >= EARLY_RANGES else 0
         if early:
             yield self._rows(spec, rows[:early])
         yield self._rows(spec, rows[early:])

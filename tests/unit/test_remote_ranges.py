@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from td_datapipes.manifest import ChunkLayout
-from td_datapipes.remote.ranges import Write, element_writes, row_writes, slice_rows
+from td_datapipes.remote.ranges import element_writes, row_writes, slice_rows
 from td_datapipes.schema import Group, Key, Node, Schema
+from td_datapipes.wire.range_parts import RangeWrite
 
 ROWS = 9
 FIELDS: dict[Key, Any] = {
@@ -40,7 +41,7 @@ class Strings:
             for chunk in range(layout.num_chunks(ROWS))
         }
 
-    def write(self, write: Write) -> None:
+    def write(self, write: RangeWrite) -> None:
         at = 0
         for number, start, length in np.frombuffer(write.packed, dtype="<u4").reshape(-1, 3).tolist():
             key = write.keys[number]

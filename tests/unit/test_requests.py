@@ -17,7 +17,7 @@ from td_datapipes.manifest import SPARE_BYTES, ChunkLayout
 from td_datapipes.plan import ReadPlan, Strategy, plan_read
 from td_datapipes.read_spec import Copy, Output, ReadSpec, Segment
 from td_datapipes.slabs import Slab
-from td_datapipes.wire.requests import EARLY_RANGES, MAX_TABLE_ENTRIES, RequestBuilder, bulk
+from td_datapipes.wire.requests import EARLY_RANGES, MAX_EARLY_RANGES, MAX_TABLE_ENTRIES, RequestBuilder, bulk
 from td_datapipes.wire.scripts import load_script
 
 CHUNKS = ChunksInMemory(
@@ -138,12 +138,14 @@ def spec_of_16_bytes(records_per_chunk: int, stride_bytes: int = 16) -> ReadSpec
     )
 
 
-@pytest.mark.parametrize(("num_rows", "counts"), [(255, [255]), (256, [128, 128]), (1000, [128, 872])])
+@pytest.mark.parametrize(
+    ("num_rows", "counts"), [(255, [255]), (256, [128, 128]), (1000, [500, 500]), (3000, [512, 2488])]
+)
 def test_a_request_for_many_rows_can_be_sent_before_it_is_whole(num_rows: int, counts: list[int]) -> None:
-    assert EARLY_RANGES == 128
+    assert (EARLY_RANGES, MAX_EARLY_RANGES) == (128, 512)
     builder = RequestBuilder(lambda _group, chunk: b"k%d" % chunk)
     rows = np.arange(0, 2 * num_rows, 2)[::-1]
-    plan = plan_read(rows, spec_of_16_bytes(5000), ReadCost(), strategy="pipelined", slab_bytes=1 << 30)
+    plan = plan_read(rows, spec_of_16_bytes(8000), ReadCost(), strategy="pipelined", slab_bytes=1 << 30)
     (slab,) = plan.slabs
     parts = list(builder.for_plan(plan)(slab))
     assert [len(commands(part)) for part in parts] == counts
