@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from td_datapipes.errors import ConfigurationError, PeerTimeoutError, ProtocolError
-from td_datapipes.rank_exchange import all_gather
 
 __all__ = ["Hello", "Link", "Operation", "Status"]
 
@@ -28,6 +27,8 @@ _MAGIC = b"tdshards"
 _HELLO = struct.Struct("<8sQ16sQQQ8x")
 _LONGEST_TEXT_BYTES = 1 << 30
 _LEAST_SECONDS = 0.05
+_FAN_OUT = 16
+"""Ranks that one rank of the tree gathers from; up to one more it is a star."""
 
 
 class Status(IntEnum):
@@ -129,72 +130,50 @@ class Link:
                 f"the ranks {sorted(missing)} of the transfer are not in its process group, which has {members}; pass "
                 f"group= with all senders and receivers in it"
             )
-        self._members = members
         self._number_of = {rank: members.index(rank) for rank in self.peers}
         self.device = torch.device("cpu") if _moves_cpu_tensors(group) else torch.device("cuda")
-
-    @property
-    def _has_own_group(self) -> bool:
-        # Not the default group, where a rank that does something else would answer with that.
-        shared = self.group is dist.group.WORLD or len(self._members) > len(self.peers) + 1
-        return not shared and self.device.type == "cpu"
 
     def greet(
         self, hello: Hello, deadline: float, doing: str, among: Collection[int] | None = None
     ) -> dict[int, Hello]:
         """Every rank's hello, this one's too. All ranks call this, or all of those it is among.
 
-        On a group of just these ranks it is one all_gather. Else each step doubles what a rank knows, by one message to
-        a rank and one from another: with few cores, a message from everyone to everyone takes ten times as long.
-
-        Source: Bruck et al. 1997, "Efficient algorithms for all-to-all communications", the concatenation.
+        The first rank gathers them and hands all to each: two messages a rank, where each rank writing to each, gloo's
+        all_gather or rounds of doubling take many more and wake each rank many times. With many ranks it is a tree of
+        such stars. What arrives is passed on as it came, so that all read the same and come to the same error.
 
         Raises:
             PeerTimeoutError: a rank did not come in time, or is gone.
             ProtocolError: a rank sent something else.
         """
-        if among is None and self._has_own_group:
-            return self._all_gather(hello, deadline, doing)
         ring = sorted({self.rank, *self.peers} if among is None else among)
-        place, step, known = ring.index(self.rank), 1, [hello]
-        while step < len(ring):
-            count = min(step, len(ring) - step)
-            to, source = ring[(place - step) % len(ring)], ring[(place + step) % len(ring)]
-            data = self._tensor(b"".join(one.pack() for one in known[:count]))
-            arriving = torch.empty_like(data)
-            begun = self.post(
-                [
-                    Operation(peer=source, sends=False, data=arriving, what=lambda: doing),
-                    Operation(peer=to, sends=True, data=data, what=lambda: doing),
-                ],
-                deadline,
-            )
-            known += self._finish_step(begun, arriving, source, deadline)
-            step *= 2
-        return {ring[(place + offset) % len(ring)]: one for offset, one in enumerate(known)}
+        place, size = ring.index(self.rank), _HELLO.size
+        below = [(ring[child], _subtree(child, len(ring))) for child in _children(place, len(ring))]
+        table = torch.empty((len(ring), size), dtype=torch.uint8, device=self.device)
 
-    def _all_gather(self, hello: Hello, deadline: float, doing: str) -> dict[int, Hello]:
-        table = all_gather(self.group, self._tensor(hello.pack()), deadline, doing)
-        return {rank: Hello.unpack(row.numpy().tobytes(), rank) for rank, row in zip(self._members, table, strict=True)}
+        def operation(peer: int, data: torch.Tensor, *, sends: bool) -> Operation:
+            return Operation(peer=peer, sends=sends, data=data.flatten(), what=lambda: doing)
 
-    def _finish_step(
-        self, begun: Sequence[tuple[Operation, Any]], arriving: torch.Tensor, source: int, deadline: float
-    ) -> list[Hello]:
-        failed: Exception | None = None
+        parts = [torch.empty((len(places), size), dtype=torch.uint8, device=self.device) for _, places in below]
+        arriving = [operation(child, part, sends=False) for (child, _), part in zip(below, parts, strict=True)]
+        self.finish(self.post(arriving, deadline), deadline)
+        gathered = torch.cat([self._tensor(hello.pack()).view(1, size), *parts])
+        if place:
+            above = ring[_parent(place)]
+            both = [operation(above, table, sends=False), operation(above, gathered, sends=True)]
+            self.finish(self.post(both, deadline), deadline)
+        else:
+            table[list(_subtree(0, len(ring)))] = gathered
+        failed: PeerTimeoutError | None = None
         try:
-            self.finish(begun[:1], deadline)
-            text = arriving.cpu().numpy().tobytes()
-            found = [Hello.unpack(text[at : at + _HELLO.size], source) for at in range(0, len(text), _HELLO.size)]
-        except (PeerTimeoutError, ProtocolError) as error:
-            failed = error
-        try:
-            self.finish(begun[1:], deadline)
+            self.finish(self.post([operation(child, table, sends=True) for child, _ in below], deadline), deadline)
         except PeerTimeoutError as error:
-            # Who sent something else does not take this rank's hello either: the former says more.
-            failed = failed or error
-        if failed is not None:
+            failed = error
+        text = table.cpu().numpy().tobytes()
+        hellos = {rank: Hello.unpack(text[at * size : (at + 1) * size], rank) for at, rank in enumerate(ring)}
+        if failed is not None:  # only now: who sent something else does not wait for the table, and that says more
             raise failed
-        return found
+        return hellos
 
     def swap(
         self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], deadline: float, doing: str
@@ -295,6 +274,19 @@ class Link:
 
     def _tensor(self, data: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+def _parent(place: int) -> int:
+    return (place - 1) // _FAN_OUT
+
+
+def _children(place: int, count: int) -> range:
+    return range(place * _FAN_OUT + 1, min((place + 1) * _FAN_OUT + 1, count))
+
+
+def _subtree(place: int, count: int) -> tuple[int, ...]:
+    """A place and all below it, in the order in which their hellos lie when they are passed up."""
+    return (place, *(under for child in _children(place, count) for under in _subtree(child, count)))
 
 
 def _remaining(deadline: float) -> timedelta:

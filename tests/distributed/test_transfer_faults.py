@@ -57,6 +57,11 @@ def test_who_sends_something_else_is_named(worlds: Worlds) -> None:
     assert "rank 3 sent b'xxxxxxxx" in text
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_many_ranks_meet_in_a_tree(worlds: Worlds, ranks: int) -> None:
+    assert worlds.of(ranks).run(cases.meet_in_a_tree) == [[100 + rank for rank in range(ranks)]] * ranks
+
+
 def test_ranks_at_different_transfers_are_named(worlds: Worlds) -> None:
     first, second, _, _ = worlds.of(4).run(cases.count_differently, spoils=True)
     assert "rank 1 is at transfer 2 of the ranks (0,) to (1,), rank 0 at 1" in first
@@ -80,4 +85,4 @@ def test_who_is_killed_amid_the_bytes_is_named_with_field_and_strategy(tmp_path:
 def test_every_handle_is_awaited(worlds: Worlds, fails: bool) -> None:
     for made, awaited in worlds.of(4).run(cases.count_handles, fails, spoils=fails):
         assert made == awaited
-        assert made >= 4
+        assert made >= (2 if fails else 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -182,3 +183,14 @@ def count_handles(fails: bool) -> tuple[int, int]:
                 assert text.startswith("PeerTimeoutError")
                 assert "Rank 3 was the first to fail: RuntimeError: out of memory" in text
     return len(made), len({id(handle) for handle in awaited})
+
+
+def meet_in_a_tree() -> list[int]:
+    """What each rank says, as this one heard it, where a rank gathers from two others at most."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with mock.patch.object(link, "_FAN_OUT", 2):
+        line = link.Link(dist.group.WORLD, range(size))  # type: ignore[arg-type]
+        hello = link.Hello(status=link.Status.START, number=100 + rank)
+        heard = line.greet(hello, time.monotonic() + 20, "meeting")
+    assert list(heard) == list(range(size))
+    return [heard[other].number for other in heard]
