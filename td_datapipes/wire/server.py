@@ -75,6 +75,7 @@ class Server:
         self._lock = threading.Lock()
         self._hold: FolderHold | None = None
         self._pool: redis.ConnectionPool | None = None
+        self._client: redis.Redis | None = None
         self._asked = url.folder is not None or bool(url.sentinels)
         self._cluster: Cluster | None = None
 
@@ -88,7 +89,10 @@ class Server:
         cluster = self._find_cluster()
         if cluster is not None:
             return cast(redis.Redis, cluster.client())
-        return redis.Redis(connection_pool=self._connections())
+        pool, client = self._connections(), self._client
+        if client is None or client.connection_pool is not pool:  # making one takes as long as a command
+            self._client = client = redis.Redis(connection_pool=pool)
+        return client
 
     def cluster(self) -> Cluster | None:
         """The cluster the server is a node of, or None; asked once.
@@ -263,6 +267,7 @@ class Server:
         """Drop the connections of this object, and its hold on an embedded server."""
         with self._lock:
             pool, self._pool = self._pool, None
+            self._client = None
             hold, self._hold = self._hold, None
         if pool is not None:
             pool.disconnect()
