@@ -2,8 +2,9 @@
 
 The work is the same, done in steps, by one of them at a time: draw a window, send requests, receive some bytes. They
 share one interpreter, so two of them working at once take longer than one: each waits for the other to let go of it.
-A consumer that has to wait for its batch therefore does the next steps itself. The thread is for the time in
-which the consumer is away: where that is short, it is not even woken.
+A consumer that has to wait for a small batch therefore does the next steps itself. The thread is for the time in
+which the consumer is away: where that is short, it is not even woken. Large batches are the thread's: most of what
+they take is the kernel's copying.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ __all__ = ["AnnouncedBatch", "AnnouncedWindow", "ReadAhead"]
 _JOIN_SECONDS = 1.0
 _BUSY_BYTES = 1 << 20
 """Of groups that were asked for: what keeps a server busy while the next ones are planned or made."""
+_SMALL_BYTES = 1 << 20
+"""Batches of more take so long to receive that it pays to have the thread do it: the interpreter is free meanwhile."""
 
 
 class AnnouncedWindow(Protocol):
@@ -94,6 +97,7 @@ class ReadAhead:
         self._changed, self._due = threading.Condition(lock), threading.Condition(lock)
         self._is_working = self._is_asleep = False
         self._num_waiting = 0
+        self._is_small = True
         self._pace = Pace()
         self._windows: dict[int, _WindowRead] = {}
         self._undrawn: deque[_WindowRead] = deque()
@@ -120,6 +124,7 @@ class ReadAhead:
         deadline = began + self._reader.server.timeout_seconds + 1
         with self._changed:
             self._pace.came(began)
+            self._is_small = len(rows) * self._reader.held_row_bytes < _SMALL_BYTES
             batch = self._expected(announced, rows, deadline) or self._expected_anew(announced, rows, deadline)
             if batch is not None and batch.make is None:
                 self._wanted.append(batch)
@@ -143,16 +148,17 @@ class ReadAhead:
 
     def _wake(self) -> None:
         """Tell the thread if it has something to do: woken for nothing, it takes the interpreter from the consumer."""
-        if (self._is_asleep or self._pace.is_slow) and self._has_work():
+        if (self._is_asleep or not self._is_small or self._pace.is_slow) and self._has_work():
             self._is_asleep = False
             self._due.notify()
 
     def _work_until(self, is_done: Callable[[], bool], deadline: float) -> None:
         """Do what is to be done until the consumer has what it came for, or wait while somebody else does it."""
         while not (is_done() or self._closed) and (left := deadline - time.monotonic()) > 0:
-            if not self._is_working and self._has_work():
+            if self._is_small and not self._is_working and self._has_work():
                 self._step(deadline)
                 continue
+            self._wake()
             self._num_waiting += 1
             try:
                 self._changed.wait(left)
@@ -242,8 +248,9 @@ class ReadAhead:
     def _run(self) -> None:
         with self._due:
             while not self._closed:
-                may_work = not self._is_working and not self._num_waiting and self._has_work()
-                nap = self._pace.nap_seconds(time.monotonic())
+                leaves = self._is_small and self._num_waiting  # to who waits
+                may_work = not self._is_working and not leaves and self._has_work()
+                nap = self._pace.nap_seconds(time.monotonic()) if self._is_small else 0.0
                 if may_work and not nap:
                     self._step(None)
                 else:
@@ -284,7 +291,7 @@ class ReadAhead:
                 final = self._reader.server.deadline_seconds <= self._reader.server.timeout_seconds
                 self._timed_out = error if final and isinstance(error, ServerTimeoutError) else None
                 self._forget()
-            if self._num_waiting:
+            if self._num_waiting and self._is_small:
                 self._changed.notify_all()
             if self._closed:
                 self._due.notify()
@@ -327,6 +334,7 @@ class ReadAhead:
                 return
             window.batches = list(batches)
             soon = not (self._outstanding_bytes or self._unstarted)
+            self._changed.notify_all()
         groups = group_reads(self._reader, batches, self._limit_bytes // 2, soon=soon)
         with self._changed:
             if self._round == seen:
@@ -368,6 +376,7 @@ class ReadAhead:
                     return
                 self._receiving.popleft()
                 group.finish(self._reader)
+                self._changed.notify_all()
 
     def _start_values(self, seen: int) -> None:
         """Ask for the values of variable length of groups whose rows are there: now it is known how many they are."""
