@@ -232,6 +232,11 @@ class Opener:
                     f"Turn on appendonly, or min-replicas-to-write, to lose less"
                 )
 
+    def written(self, stripe: int) -> int | None:
+        """How many rows a stripe had been given when it was last heard of; None where it never was."""
+        seen = self._seen.get(stripe)
+        return None if seen is None else seen[1]
+
     def last_named(self, ring: Ring, stripe: int, incarnation: int) -> int:
         """The last row of a stripe that an incarnation's indices name by now; 0 where they name none."""
         return self._look(ring, stripe).last_named(incarnation) or 0

@@ -43,6 +43,7 @@ __all__ = [
     "RingOptions",
     "last_named",
     "new_ring",
+    "number_records",
     "split_index",
 ]
 
@@ -279,6 +280,12 @@ def _trajectory_fields(trajectories: Trajectories, schema: Schema) -> dict[str, 
             )
         found[role] = field
     return found
+
+
+def number_records(records: npt.NDArray[np.uint8], written: int) -> None:
+    """Put write numbers into the records of rows, ``[rows, stride]``, that are stored behind the first `written`."""
+    rows, stride = records.shape
+    np.ndarray((rows,), "<i8", records, 0, (stride,))[:] = np.arange(written + 1, written + rows + 1)
 
 
 def split_index(index: Numbers, stripes: int) -> tuple[Numbers, Numbers, Numbers]:

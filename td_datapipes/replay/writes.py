@@ -17,7 +17,7 @@ from td_datapipes.errors import ConfigurationError, RateLimitError, RowIndexErro
 from td_datapipes.layouts import pack_records
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.opening import Opener
-from td_datapipes.replay.ring import ANSWER_SECONDS, RESERVED, Ring
+from td_datapipes.replay.ring import ANSWER_SECONDS, RESERVED, Ring, number_records
 from td_datapipes.schema import schema_of
 
 __all__ = ["RingWriter", "as_rows", "check_names"]
@@ -113,13 +113,18 @@ class RingWriter:
         self._turn += 1
         keys = [ring.state_key(stripe), ring.client_key(stripe, self._client)]
         records, calls, counts = self._pack(ring, td), [], []
+        written = self._opener.written(stripe)
+        if written is not None:
+            # Who writes alone knows the numbers beforehand; Lua would put them in one by one.
+            number_records(self._records[:rows], written)
         for start in range(0, rows, step):
             count = min(step, rows - start)
             self._calls += 1
             part = records[start * stride : (start + count) * stride]
             expected = "" if slot is None else (slot + start) % ring.stripe_capacity
-            follows = int(start > 0)
-            calls.append((keys, [ring.prefix(stripe), self._calls, count, part, ANSWER_SECONDS, expected, follows]))
+            behind = "" if written is None else written + start
+            arguments = [part, ANSWER_SECONDS, expected, int(start > 0), behind]
+            calls.append((keys, [ring.prefix(stripe), self._calls, count, *arguments]))
             counts.append(count)
         doing, pause = f"storing {rows} rows in {self._opener.name!r}", self._caller.first_pause()
         while True:

@@ -4,10 +4,11 @@
 -- ARGV[1]  what the ring's other keys begin with; they lie in the same slot.
 -- ARGV[2]  the number of this call, counted by its writer: a repeated call is answered, not carried out.
 -- ARGV[3]  number of rows, at most the ring's capacity.
--- ARGV[4]  their records; the first 8 bytes of each become its write number.
+-- ARGV[4]  their records; the first 8 bytes of each become its write number, or are it already, see ARGV[8].
 -- ARGV[5]  seconds for which the answer is kept.
 -- ARGV[6]  the slot that the caller expects the first row in, or "": {"MOVED", cursor} where it is another.
 -- ARGV[7]  "1": nothing is done unless this writer's call before this one was carried out: {"AFTER"}.
+-- ARGV[8]  the cursor that the write numbers in the records follow from, or "": they are put in here where it is not so.
 -- Returns  {"OK", cursor before, incarnation}; {"GONE"}; {"FROZEN"}; {"WAIT", rows written, samples drawn}.
 --include replay_tree
 --include replay_lineage
@@ -85,8 +86,10 @@ for i, run in ipairs(runs) do
     part = records:sub(before * stride + 1, (before + number) * stride)
   end
   redis.call('SETRANGE', chunk, at, part)
-  for row = 0, number - 1 do
-    redis.call('SETRANGE', chunk, at + row * stride, struct.pack('<i8', cursor + before + row + 1))
+  if state[1] ~= ARGV[8] then
+    for row = 0, number - 1 do
+      redis.call('SETRANGE', chunk, at + row * stride, struct.pack('<i8', cursor + before + row + 1))
+    end
   end
 end
 

@@ -40,6 +40,26 @@ def test_each_row_of_four_writing_processes_is_stored_once(server: ServerProcess
         assert torch.equal(got["b"][:, 0], got["a"].double())
 
 
+def test_a_writer_that_does_not_know_of_anothers_rows_numbers_its_own_rightly(
+    server: ServerProcess, unique_name: str
+) -> None:
+    with (
+        RedisReplayBuffer(server.url(unique_name), 1000) as one,
+        RedisReplayBuffer(server.url(unique_name), 1000) as two,
+    ):
+        indices = [
+            *one.extend(counted(0, 3)).tolist(),
+            *one.extend(counted(3, 3)).tolist(),  # goes by what it has heard
+            *two.extend(counted(6, 4)).tolist(),
+            *one.extend(counted(10, 5)).tolist(),  # has heard of 6 rows, and there are 10
+            *two.extend(counted(15, 5)).tolist(),
+        ]
+        got = one.sample(20, sampler=Uniform(replacement=False))
+        assert dict(zip(got["index"].tolist(), got["a"].tolist(), strict=True)) == dict(
+            zip(indices, range(20), strict=True)
+        )
+
+
 def sample_until(url: str, enough: multiprocessing.synchronize.Event, wrong: multiprocessing.SimpleQueue[str]) -> None:
     torch.set_num_threads(1)
     with RedisReplayBuffer(url, prefetch=2) as buffer:
