@@ -14,6 +14,7 @@ from td_datapipes.memory import MemoryPool
 from td_datapipes.mesh import Box
 from td_datapipes.schema import format_key
 from td_datapipes.transfer.agreement import Agreement
+from td_datapipes.transfer.contents import contiguous_strides
 from td_datapipes.transfer.link import Link, Operation
 from td_datapipes.transfer.messages import WINDOW, Message, Program, Stage
 
@@ -48,10 +49,17 @@ class Carrier:
             memory = torch.from_numpy(self._pool.take(end))
         else:
             memory = torch.empty(end, dtype=torch.uint8, device=self._link.device)
-        return [
-            _as_tensor(memory[start : start + size], field.spec.dtype, shape)
-            for field, shape, start, size in zip(agreement.fields, program.dst_shapes, starts, sizes, strict=False)
-        ]
+        of_dtype: dict[torch.dtype, torch.Tensor] = {}
+        targets = []
+        for field, shape, start, size in zip(agreement.fields, program.dst_shapes, starts, sizes, strict=False):
+            dtype = field.spec.dtype
+            if not size:  # no bytes cannot be viewed as another dtype
+                targets.append(torch.empty(shape, dtype=dtype, device=memory.device))
+                continue
+            if dtype not in of_dtype:
+                of_dtype[dtype] = memory.view(dtype)
+            targets.append(of_dtype[dtype].as_strided(shape, contiguous_strides(shape), start // dtype.itemsize))
+        return targets
 
     def carry(
         self,
@@ -146,26 +154,43 @@ class _Posted:
             self._carrier.give_back(memory)
 
     def _receiving(self, peer: int, message: Message) -> Operation:
-        (item, *others) = message.items
-        where = self._targets[item.field][_index(item.dst)]
-        if others or not where.is_contiguous():
+        data = self._stretch(message)
+        if data is None:
             data = self._staged(message)
             self._arriving.append((message, data))
-        else:
-            data = _as_bytes(where)
         return Operation(
             peer=peer, sends=False, data=data, what=partial(_describe, self._agreement, message, "receiving")
         )
 
-    def _sending(self, peer: int, message: Message, sources: Sequence[torch.Tensor]) -> Operation:
+    def _stretch(self, message: Message) -> torch.Tensor | None:
+        """The memory that a message fills, if its parts lie there one behind the other as they do in the message."""
         (item, *others) = message.items
-        where = sources[item.field][_index(item.src)]
-        if others or not where.is_contiguous():
+        where = self._targets[item.field][_index(item.dst)]
+        if not where.is_contiguous():
+            return None
+        end = where.data_ptr() + item.nbytes
+        for other in others:
+            whole = self._targets[other.field]
+            if whole.data_ptr() != end or whole.nbytes != other.nbytes:
+                return None
+            end += other.nbytes
+        return _as_bytes(where).as_strided((message.nbytes,), (1,))
+
+    def _sending(self, peer: int, message: Message, sources: Sequence[torch.Tensor]) -> Operation:
+        parts = [
+            whole if whole.nbytes == item.nbytes else whole[_index(item.src)]
+            for item in message.items
+            for whole in (sources[item.field],)
+        ]
+        if not all(part.is_contiguous() for part in parts):
             data = self._staged(message)
-            for part, view in self._parts(message, data):
-                view.copy_(sources[part.field][_index(part.src)])
+            for part, (_, view) in zip(parts, self._parts(message, data), strict=True):
+                view.copy_(part)
+        elif len(parts) > 1:
+            data = self._staged(message)
+            torch.cat([_as_bytes(part) for part in parts], out=data)
         else:
-            data = _as_bytes(where)
+            data = _as_bytes(parts[0])
         return Operation(peer=peer, sends=True, data=data, what=partial(_describe, self._agreement, message, "sending"))
 
     def _staged(self, message: Message) -> torch.Tensor:
@@ -191,11 +216,6 @@ def _describe(agreement: Agreement, message: Message, doing: str) -> str:
 
 def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def _as_tensor(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    # No bytes cannot be viewed as another dtype.
-    return memory.view(dtype).view(shape) if len(memory) else torch.empty(shape, dtype=dtype, device=memory.device)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -81,9 +81,11 @@ class Contents:
                 found = value.device_mesh
         alone = MeshSpec.from_ranks([rank])
         encoded, digest = encode_values(values)
+        with torch.no_grad():
+            local = {key: _checked(key, value) for key, value in tensors.items()}
         return cls(
             tensors=tensors,
-            local={key: _checked(key, value) for key, value in tensors.items()},
+            local=local,
             values=encoded,
             values_digest=digest,
             nodes=tuple(nodes),
@@ -140,9 +142,8 @@ def _walk(
 
 
 def _checked(key: Key, value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor; nothing is communicated."""
-    with torch.no_grad():
-        local = value.to_local() if isinstance(value, DTensor) else value
+    """What this rank has of a tensor; nothing is communicated. Called without gradients."""
+    local = value.to_local() if isinstance(value, DTensor) else value
     if local.is_nested or local.layout != torch.strided or local.is_quantized or local.is_meta:
         kind = "nested (jagged)" if local.is_nested else "meta" if local.is_meta else str(local.layout)
         raise SchemaError(f"field {format_key(key)} is a {kind} tensor, which has no plain bytes to send; leave it out")
@@ -201,7 +202,8 @@ def _spec(mesh: DeviceMesh, placements: Placements, size: torch.Size, dtype: tor
     return _specs[key]
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
