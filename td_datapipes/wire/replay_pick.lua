@@ -70,7 +70,7 @@ local levels = tonumber(state[4])
 local total = size
 if how == 'priority' then
   total = tree_total(prefix, levels)
-  if total == 0 and redis.call('STRLEN', prefix .. 'p0') == 0 then
+  if total == 0 and size > 0 and redis.call('STRLEN', prefix .. 'p0') == 0 then
     return {'GONE'}
   end
 end

@@ -77,6 +77,15 @@ def test_priorities_hold_over_all_masters(cluster: ClusterProcess, unique_name: 
         assert (again.num_applied, len(again.rejected)) == (110, 10)
 
 
+def test_stripes_that_nobody_has_written_yet_are_empty(cluster: ClusterProcess, unique_name: str) -> None:
+    kind = Prioritized(alpha=1.0, eps=0.0)
+    with RedisReplayBuffer(cluster.url(unique_name), 600, stripes=STRIPES, sampler=kind) as buffer:
+        index = buffer.extend(counted(0, 10))
+        assert set(buffer.sample(200)["a"].tolist()) == set(range(10))
+        buffer.update_priority(index, torch.tensor([1.0] * 2 + [0.0] * 8, dtype=torch.float64))
+        assert set(buffer.sample(50)["a"].tolist()) == {0, 1}
+
+
 def test_samplers_that_need_one_order_take_one_stripe(cluster: ClusterProcess, unique_name: str) -> None:
     with RedisReplayBuffer(cluster.url(unique_name), 60, stripes=STRIPES) as buffer:
         buffer.extend(counted(0, 60))
@@ -128,6 +137,35 @@ def test_slices_and_returns_stay_within_their_trajectories(cluster: ClusterProce
             assert int(row["n_steps"]) == len(rewards)
             assert float(row["next", "observation"][0]) == 1000 * number + first + len(rewards)
         assert set(got["episode"].unique().tolist()) == set(range(12))
+
+
+@pytest.mark.parametrize("singly", [True, False])
+def test_steps_of_many_actors_are_joined_however_they_come(
+    cluster: ClusterProcess, unique_name: str, singly: bool
+) -> None:
+    joined = Trajectories(reward="reward", done="done", terminated="terminated")
+    actors = torch.stack([episode(number, 9) for number in range(20)])
+    with RedisReplayBuffer(cluster.url(unique_name), 1200, stripes=STRIPES, trajectories=joined, seed=4) as buffer:
+        indices = []
+        for step in range(10):
+            rows = actors[:, step]
+            indices += [buffer.add(row) for row in rows] if singly else buffer.extend(rows).tolist()
+        assert masters_of(cluster, buffer) == {node.port for node in cluster.nodes}
+        every = buffer.sample(200, sampler=Uniform(replacement=False))
+        found = dict(
+            zip(
+                every["index"].tolist(),
+                zip(every["step"].tolist(), every["episode"].tolist(), strict=True),
+                strict=True,
+            )
+        )
+        assert [found[index] for index in indices] == [(step, number) for step in range(10) for number in range(20)]
+        windows = buffer.sample(400, sampler=Slices(length=10))
+        assert torch.equal(windows["step"], torch.arange(10).expand(400, 10))
+        assert set(windows["episode"][:, 0].tolist()) == set(range(20))
+        got = buffer.sample(300, n_step=NStep(steps=3, gamma=GAMMA, next_fields=("observation",)))
+        assert torch.equal(got["n_steps"], (9 - got["step"]).clamp(max=3).to(got["n_steps"].dtype))
+        assert torch.equal(got["next", "observation"][:, 0], got["observation"][:, 0] + got["n_steps"])
 
 
 def test_a_snapshot_of_all_stripes_is_restored(cluster: ClusterProcess, unique_name: str) -> None:
