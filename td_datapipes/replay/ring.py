@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
 
 from td_datapipes.errors import ConfigurationError, SchemaError
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
@@ -211,18 +210,6 @@ class Ring:
         slot = (numbers - 1) % self.stripe_capacity
         chunk, within = np.divmod(slot, self.layout.records_per_chunk)
         return (chunk * self.stripes + stripe) * self.layout.records_per_chunk + within
-
-    def stripes_by_trajectory(self, rows: TensorDictBase) -> Numbers | None:
-        """The stripe that each row belongs to, ``[rows]``; None where any will do.
-
-        It follows from the trajectory's id alone: rows are joined within their stripe, whoever writes them and when.
-        """
-        if self.stripes == 1 or self.options.trajectories is None:
-            return None
-        ids = rows.get(self.options.trajectories.keys()["id"]).reshape(-1).to(torch.int64).numpy().astype(np.uint64)
-        # Ids may be multiples of anything: the upper bits of a product mix them (Knuth, Fibonacci hashing).
-        mixed: Numbers = ((ids * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)).astype(np.int64)
-        return mixed % self.stripes
 
     def indices_of(self, stripe: int, numbers: Numbers, incarnation: int) -> Numbers:
         """The indices of rows."""

@@ -84,33 +84,16 @@ class RingWriter:
             self._reset()
         ring = self._opener.require_for(schema_of(td))
         deadline = self._caller.deadline(timeout_seconds)
-        whose = ring.stripes_by_trajectory(td)
-        with self._lock:
-            if whose is None:
-                return torch.from_numpy(self._store_rows(ring, td, None, deadline, slot))
-            index = np.empty(len(whose), dtype=np.int64)
-            for stripe in np.unique(whose).tolist():
-                chosen = np.flatnonzero(whose == stripe)
-                some = td if len(chosen) == len(whose) else td[torch.from_numpy(chosen)]
-                index[chosen] = self._store_rows(ring, some, stripe, deadline, slot)
-        return torch.from_numpy(index)
-
-    def _store_rows(
-        self, ring: Ring, td: TensorDictBase, stripe: int | None, deadline: float, slot: int | None
-    ) -> npt.NDArray[np.int64]:
-        """Store rows in a stripe, or in parts to one after the other; their indices."""
         rows, step = td.batch_size[0], self._part_rows(ring)
-        dealt = stripe is None and ring.stripes > 1
         # Parts that wait for nothing are sent together: the server stores one while the next is on its way.
-        together = step if ring.options.rate_limit is not None or dealt else step * _PARTS_TOGETHER
+        together = step if ring.options.rate_limit is not None or ring.stripes > 1 else step * _PARTS_TOGETHER
         indices = [np.empty(0, dtype=np.int64)]
-        for start in range(0, rows, together):
-            some = td if together >= rows else td[start : start + together]
-            begin = None if slot is None else (slot + start) % ring.stripe_capacity
-            turn = self._turn % ring.stripes if stripe is None else stripe
-            self._turn += 1
-            indices += self._store(ring, some, turn, step, deadline, begin)
-        return np.concatenate(indices)
+        with self._lock:
+            for start in range(0, rows, together):
+                some = td if together >= rows else td[start : start + together]
+                begin = None if slot is None else (slot + start) % ring.stripe_capacity
+                indices += self._store(ring, some, step, deadline, begin)
+        return torch.from_numpy(np.concatenate(indices))
 
     @staticmethod
     def _part_rows(ring: Ring) -> int:
@@ -122,10 +105,12 @@ class RingWriter:
         return max(1, int(min(2 * limit.error_buffer / limit.samples_per_insert, float(ring.part_rows))))
 
     def _store(
-        self, ring: Ring, td: TensorDictBase, stripe: int, step: int, deadline: float, slot: int | None
+        self, ring: Ring, td: TensorDictBase, step: int, deadline: float, slot: int | None
     ) -> list[npt.NDArray[np.int64]]:
         """Store rows part by part; the indices of each."""
         rows, stride = td.batch_size[0], ring.layout.stride_bytes
+        stripe = self._turn % ring.stripes
+        self._turn += 1
         keys = [ring.state_key(stripe), ring.client_key(stripe, self._client)]
         records, calls, counts = self._pack(ring, td), [], []
         written = self._opener.written(stripe)

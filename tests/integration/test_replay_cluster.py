@@ -139,35 +139,6 @@ def test_slices_and_returns_stay_within_their_trajectories(cluster: ClusterProce
         assert set(got["episode"].unique().tolist()) == set(range(12))
 
 
-@pytest.mark.parametrize("singly", [True, False])
-def test_steps_of_many_actors_are_joined_however_they_come(
-    cluster: ClusterProcess, unique_name: str, singly: bool
-) -> None:
-    joined = Trajectories(reward="reward", done="done", terminated="terminated")
-    actors = torch.stack([episode(number, 9) for number in range(20)])
-    with RedisReplayBuffer(cluster.url(unique_name), 1200, stripes=STRIPES, trajectories=joined, seed=4) as buffer:
-        indices = []
-        for step in range(10):
-            rows = actors[:, step]
-            indices += [buffer.add(row) for row in rows] if singly else buffer.extend(rows).tolist()
-        assert masters_of(cluster, buffer) == {node.port for node in cluster.nodes}
-        every = buffer.sample(200, sampler=Uniform(replacement=False))
-        found = dict(
-            zip(
-                every["index"].tolist(),
-                zip(every["step"].tolist(), every["episode"].tolist(), strict=True),
-                strict=True,
-            )
-        )
-        assert [found[index] for index in indices] == [(step, number) for step in range(10) for number in range(20)]
-        windows = buffer.sample(400, sampler=Slices(length=10))
-        assert torch.equal(windows["step"], torch.arange(10).expand(400, 10))
-        assert set(windows["episode"][:, 0].tolist()) == set(range(20))
-        got = buffer.sample(300, n_step=NStep(steps=3, gamma=GAMMA, next_fields=("observation",)))
-        assert torch.equal(got["n_steps"], (9 - got["step"]).clamp(max=3).to(got["n_steps"].dtype))
-        assert torch.equal(got["next", "observation"][:, 0], got["observation"][:, 0] + got["n_steps"])
-
-
 def test_a_snapshot_of_all_stripes_is_restored(cluster: ClusterProcess, unique_name: str) -> None:
     url, frozen = cluster.url(unique_name), f"{unique_name}@1"
     kind = {"sampler": Prioritized(alpha=1.0, eps=0.0), "seed": 2}
