@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import redis
@@ -23,14 +23,31 @@ from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 from td_datapipes.wire.url import ServerURL
 
-__all__ = ["Caller"]
+__all__ = ["Call", "Caller"]
 
 T = TypeVar("T")
 ATTEMPT_SECONDS = 10.0
+STAGED_SECONDS = 60
+"""What was staged and never called for, since its client died, is gone after so long."""
 _FEW = 5
 _REACHING = frozenset({"replay_extend", "replay_pick", "replay_priorities", "replay_set"})
 """Scripts that reach for keys they do not name."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of a script.
+
+    Attributes:
+        keys: that it names.
+        arguments: that it gets.
+        staged: strings set just before it, for the script to make use of and remove; it names their keys too.
+    """
+
+    keys: Sequence[bytes]
+    arguments: Sequence[Any]
+    staged: Sequence[tuple[bytes, memoryview]] = ()
 
 
 class Caller:
@@ -58,8 +75,25 @@ class Caller:
         """When an operation that begins now has to be over, on `time.monotonic`'s clock."""
         return time.monotonic() + (self.timeout_seconds if timeout_seconds is None else timeout_seconds)
 
-    def run(self, name: str, keys: Sequence[bytes], arguments: Sequence[Any], doing: str, deadline: float) -> Any:
+    def run(
+        self,
+        name: str,
+        keys: Sequence[bytes],
+        arguments: Sequence[Any],
+        doing: str,
+        deadline: float,
+        *,
+        staged: Sequence[tuple[bytes, memoryview]] = (),
+    ) -> Any:
         """What a script answers. It may be carried out again where the answer to the first call was lost.
+
+        Args:
+            name: of the script.
+            keys: that it names.
+            arguments: that it gets.
+            doing: for messages.
+            deadline: on `time.monotonic`'s clock.
+            staged: see `Call`.
 
         Raises:
             ServerTimeoutError, ServerUnavailableError: no answer by the deadline.
@@ -68,21 +102,30 @@ class Caller:
         script, keys = load_script(name), _declared(name, keys)
 
         def command(client: redis.Redis) -> Any:
+            if staged:
+                pipeline = client.pipeline(transaction=False)
+                for key, value in staged:
+                    pipeline.set(key, value, ex=STAGED_SECONDS)
+                pipeline.execute()
             try:
-                return client.evalsha(script.sha, len(keys), *keys, *arguments)
+                answer = client.evalsha(script.sha, len(keys), *keys, *arguments)
             except redis.exceptions.NoScriptError:
-                return client.eval(script.source, len(keys), *keys, *arguments)
+                answer = client.eval(script.source, len(keys), *keys, *arguments)
+            if staged and answer[0] == b"UNSTAGED":
+                raise ServerUnavailableError(
+                    f"{self.server.address}: {doing}: what was on its way in is gone: another master took over, or it "
+                    f"was evicted (maxmemory)"
+                )
+            return answer
 
         return self.retry(doing, command, deadline)
 
-    def run_many(
-        self, name: str, calls: Sequence[tuple[Sequence[bytes], Sequence[Any]]], doing: str, deadline: float
-    ) -> list[Any]:
+    def run_many(self, name: str, calls: Sequence[Call], doing: str, deadline: float) -> list[Any]:
         """What a script answers to several calls, sent together; an error in the place of a call that was refused.
 
         Args:
             name: of the script.
-            calls: keys and arguments of each.
+            calls: one or more.
             doing: for messages.
             deadline: on `time.monotonic`'s clock.
 
@@ -92,34 +135,35 @@ class Caller:
         script = load_script(name)
 
         def command(client: redis.Redis) -> list[Any]:
-            pipeline = client.pipeline(transaction=False)
-            for keys, arguments in calls:
-                keys = _declared(name, keys)
-                pipeline.evalsha(script.sha, len(keys), *keys, *arguments)
+            pipeline, which = client.pipeline(transaction=False), []
+            for call in calls:
+                for key, value in call.staged:
+                    pipeline.set(key, value, ex=STAGED_SECONDS)
+                keys = _declared(name, call.keys)
+                pipeline.evalsha(script.sha, len(keys), *keys, *call.arguments)
+                which.append(len(pipeline) - 1)
             answers: list[Any] = pipeline.execute(raise_on_error=False)
-            if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
+            if any(isinstance(answers[i], redis.exceptions.NoScriptError) for i in which):
                 client.script_load(script.source)
                 return command(client)
-            return answers
+            return [_first_error(answers[i - len(call.staged) : i + 1]) for i, call in zip(which, calls, strict=True)]
 
-        if len(calls) == 1:
-            return [self.run(name, *calls[0], doing, deadline)]
         if self.until(deadline, self.server.cluster) is not None:
             return self._one_by_one(name, calls, doing, deadline)
+        if len(calls) == 1 and not calls[0].staged:
+            return [self.run(name, calls[0].keys, calls[0].arguments, doing, deadline)]
         answers = self.retry(doing, command, deadline)
         return [
             translate(answer, self.server.address, doing) if isinstance(answer, Exception) else answer
             for answer in answers
         ]
 
-    def _one_by_one(
-        self, name: str, calls: Sequence[tuple[Sequence[bytes], Sequence[Any]]], doing: str, deadline: float
-    ) -> list[Any]:
+    def _one_by_one(self, name: str, calls: Sequence[Call], doing: str, deadline: float) -> list[Any]:
         """As `run_many`, where scripts cannot be sent together: redis-py refuses to on a cluster."""
         answers: list[Any] = []
-        for keys, arguments in calls:
+        for call in calls:
             try:
-                answers.append(self.run(name, keys, arguments, doing, deadline))
+                answers.append(self.run(name, call.keys, call.arguments, doing, deadline, staged=call.staged))
             except (ServerError, AuthenticationError) as error:
                 return [*answers, *[error] * (len(calls) - len(answers))]
         return answers
@@ -162,6 +206,11 @@ class Caller:
     def first_pause(self) -> float:
         """How long to sleep the first time."""
         return _FIRST_PAUSE_SECONDS
+
+
+def _first_error(answers: Sequence[Any]) -> Any:
+    """What a call was answered, or why its strings could not be staged."""
+    return next((answer for answer in answers if isinstance(answer, Exception)), answers[-1])
 
 
 def _declared(name: str, keys: Sequence[bytes]) -> Sequence[bytes]:

@@ -10,6 +10,7 @@ number*, counted from 1 in each stripe. Stripe ``s`` of id ``I`` has, beside its
     ends           hash, trajectory -> its last row and step
     by:<client>    what a client's latest calls were answered, for a day: a call repeated after a lost answer is not
                    carried out twice
+    in:<client>:*  chunks of long rows on their way in, for a minute at most
 
 Row ``w`` of a stripe of ``C`` slots lies in slot ``(w - 1) % C``. An *index*, as users see it, names a row for good:
 its incarnation, write number and stripe. A slot that is written again gives its new row another index.
@@ -28,10 +29,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from td_datapipes.errors import ConfigurationError, SchemaError
+from td_datapipes.errors import ConfigurationError
 from td_datapipes.manifest import SPARE_BYTES, ChunkLayout, Manifest
+from td_datapipes.replay.joins import JOIN_BYTES, Joins
 from td_datapipes.replay.options import RateLimit, Trajectories
-from td_datapipes.schema import Field, Group, Key, Schema, format_key
+from td_datapipes.schema import Group, Key, Schema
 
 __all__ = [
     "ANSWER_SECONDS",
@@ -57,10 +59,14 @@ MAX_RECORDS_PER_CHUNK = 16384
 MAX_STRING_BYTES = 512 << 20
 MAX_PART_BYTES = 1 << 20
 """Of records in one call: Lua copies its arguments, and what leaves the processor's cache costs twice as much."""
-LINK_BYTES = 32
+LONG_ROW_BYTES = 4096
+"""Rows from here on are staged, see `Ring.stages`: what a string more costs is little beside their copies in Lua."""
+STAGED_CHUNK_BYTES = 1 << 18
+"""Of a chunk of long rows: small, so that few rows of an extend are no whole chunk."""
+MAX_STAGED_BYTES = 1 << 23
+"""Of records staged for one call."""
+LINK_BYTES = JOIN_BYTES
 _INCARNATION_BITS = 48
-_STEP_FORMATS = {torch.int32: "<i4", torch.int64: "<i8"}
-_REWARD_FORMATS = {torch.float32: "<f", torch.float64: "<d"}
 
 Numbers = npt.NDArray[np.int64]
 
@@ -178,6 +184,24 @@ class Ring:
         return min(most, self.layout.records_per_chunk, self.stripe_capacity)
 
     @property
+    def chunk_bytes(self) -> int:
+        """Length of a chunk's string."""
+        return self.layout.records_per_chunk * self.layout.stride_bytes + SPARE_BYTES
+
+    @property
+    def stages(self) -> bool:
+        """Whether whole chunks are set as strings of their own, which then take the chunks' places."""
+        return self.layout.stride_bytes >= LONG_ROW_BYTES
+
+    def staged_rows(self, slot: int, rows: int) -> int:
+        """How many of the rows that come to lie from a slot on are whole chunks and may be staged for one call."""
+        chunk = self.layout.records_per_chunk
+        if not self.stages or slot % chunk:
+            return 0
+        most = max(MAX_STAGED_BYTES // (chunk * self.layout.stride_bytes), 1) * chunk
+        return min(rows, self.stripe_capacity - slot, most) // chunk * chunk
+
+    @property
     def levels(self) -> int:
         """Levels of the tree of priorities; 0 without one."""
         if not self.options.prioritized:
@@ -199,6 +223,10 @@ class Ring:
         """Where a client's last answer lies."""
         return self.prefix(stripe) + b"by:" + client.encode()
 
+    def staged_key(self, stripe: int, client: str, call: int, number: int) -> bytes:
+        """Where a client stages a chunk for one of its calls."""
+        return self.prefix(stripe) + b"in:%s:%d:%d" % (client.encode(), call, number)
+
     def keys(self, stripe: int) -> list[bytes]:
         """Every key of a stripe but its state and answers, whether it is there yet or not."""
         names = [b"links", b"ends", *(b"p%d" % level for level in range(self.levels))]
@@ -218,8 +246,7 @@ class Ring:
     def state(self, stripe: int) -> dict[str, Any]:
         """A stripe's state when nothing is written yet."""
         options, layout, limit = self.options, self.layout, self.options.rate_limit
-        chunk_bytes = layout.records_per_chunk * layout.stride_bytes + SPARE_BYTES
-        state = {
+        return {
             "cursor": 0,
             "incarnation": 0,
             "server": "",
@@ -227,7 +254,7 @@ class Ring:
             "capacity": self.stripe_capacity,
             "records_per_chunk": layout.records_per_chunk,
             "stride_bytes": layout.stride_bytes,
-            "chunk_bytes": chunk_bytes,
+            "chunk_bytes": self.chunk_bytes,
             "stripes": options.stripes,
             "stripe": stripe,
             "frozen": 0,
@@ -239,47 +266,14 @@ class Ring:
             "min_size": "" if limit is None else limit.min_size,
             "min_diff": "" if limit is None else repr(limit.offset - min(limit.error_buffer, 1e300)),
             "max_diff": "" if limit is None else repr(limit.offset + min(limit.error_buffer, 1e300)),
+            "joined": int(options.trajectories is not None),
         }
-        return {**state, **self._trajectory_state()}
 
-    def _trajectory_state(self) -> dict[str, Any]:
-        places = dict.fromkeys(("id_at", "id_bytes", "step_at", "step_format", "reward_at", "reward_format"), "")
-        places |= {"done_at": "", "terminated_at": ""}
-        if self.options.trajectories is not None:
-            fields = _trajectory_fields(self.options.trajectories, self.manifest.schema)
-            for role, field in fields.items():
-                places[f"{role}_at"] = str(field.offset_bytes)
-            places["id_bytes"] = str(fields["id"].nbytes)
-            places["step_format"] = _STEP_FORMATS[fields["step"].dtype]
-            if "reward" in fields:
-                places["reward_format"] = _REWARD_FORMATS[fields["reward"].dtype]
-        return places
-
-
-_ROLES: dict[str, tuple[torch.dtype, ...]] = {
-    "id": (torch.int64, torch.int32),
-    "step": (torch.int64, torch.int32),
-    "reward": (torch.float32, torch.float64),
-    "done": (torch.bool, torch.uint8),
-    "terminated": (torch.bool, torch.uint8),
-}
-
-
-def _trajectory_fields(trajectories: Trajectories, schema: Schema) -> dict[str, Field]:
-    """The fields that join rows; refuses those that cannot."""
-    found = {}
-    for role, key in trajectories.keys().items():
-        field = schema.fields.get(key)
-        if field is None:
-            known = ", ".join(format_key(name) for name in schema.fields if name != WRITE_NUMBER)
-            raise SchemaError(f"trajectories.{role} names field {format_key(key)}, which rows lack; they have {known}")
-        allowed = _ROLES[role]
-        if field.dtype not in allowed or field.nbytes != field.dtype.itemsize:
-            raise SchemaError(
-                f"trajectories.{role} needs one value a row of {' or '.join(map(str, allowed))}; the field is {field}"
-            )
-        found[role] = field
-    return found
+    @cached_property
+    def joins(self) -> Joins | None:
+        """What joins its rows to trajectories, if anything does."""
+        joined = self.options.trajectories
+        return None if joined is None else Joins(joined, self.manifest.schema, WRITE_NUMBER)
 
 
 def number_records(records: npt.NDArray[np.uint8], written: int) -> None:
@@ -331,9 +325,12 @@ def new_ring(name: str, rows: Schema, options: RingOptions, max_chunk_bytes: int
             f"a stripe has at most {most} rows, got {capacity}: pass stripes={-(-options.capacity // most)} or more"
         )
     # A record is never cut: what tells a torn read from a whole one stands at its start.
-    layout = ChunkLayout.for_stride(
-        group.stride_bytes, max(max_chunk_bytes, group.stride_bytes), min(MAX_RECORDS_PER_CHUNK, capacity)
-    )
+    longest, most = max(max_chunk_bytes, group.stride_bytes), min(MAX_RECORDS_PER_CHUNK, capacity)
+    if group.stride_bytes >= LONG_ROW_BYTES:
+        # A power of two, as batches are: an extend is whole chunks then, and so is the next one.
+        fitting = max(min(longest, STAGED_CHUNK_BYTES) // group.stride_bytes, 1)
+        most = min(most, 1 << (fitting.bit_length() - 1))
+    layout = ChunkLayout.for_stride(group.stride_bytes, longest, most)
     ring_id = secrets.token_hex(5)
     ring = Ring(
         Manifest(
@@ -349,5 +346,5 @@ def new_ring(name: str, rows: Schema, options: RingOptions, max_chunk_bytes: int
             ring=options.to_json(),
         )
     )
-    ring.state(0)  # refuses fields that cannot join rows, before anything is written
+    ring.joins  # noqa: B018 - refuses fields that cannot join rows, before anything is written
     return ring

@@ -1,54 +1,78 @@
 -- Store rows behind the last one of a ring, over its oldest, and move its cursor: all of it or nothing.
 --
+-- Records come as an argument, or, where they are long, staged: each chunk's whole in a string of its own, set just
+-- before. Such a string takes the chunk's place if the rows come to lie as its writer expected, without being copied.
+--
 -- KEYS[1]  the ring's state, KEYS[2] what this writer's latest calls were answered: ";number cursor incarnation;...".
+-- KEYS[3]  and on: the staged strings, as many as ARGV[9] says; in one slot with the others. They are gone afterwards.
 -- ARGV[1]  what the ring's other keys begin with; they lie in the same slot.
 -- ARGV[2]  the number of this call, counted by its writer: a repeated call is answered, not carried out.
 -- ARGV[3]  number of rows, at most the ring's capacity.
--- ARGV[4]  their records; the first 8 bytes of each become its write number, or are it already, see ARGV[8].
+-- ARGV[4]  their records, "" where they are staged; the first 8 bytes of each become its write number, or are it
+--          already, see ARGV[8].
 -- ARGV[5]  seconds for which the answer is kept.
 -- ARGV[6]  the slot that the caller expects the first row in, or "": {"MOVED", cursor} where it is another.
 -- ARGV[7]  "1": nothing is done unless this writer's call before this one was carried out: {"AFTER"}.
 -- ARGV[8]  the cursor that the write numbers in the records follow from, or "": they are put in here where it is not so.
--- Returns  {"OK", cursor before, incarnation}; {"GONE"}; {"FROZEN"}; {"WAIT", rows written, samples drawn}.
+-- ARGV[9]  number of staged strings; each holds as many records as a chunk, and is as long.
+-- ARGV[10] where the ring joins rows, 32 bytes a row: step, reward, 1 where done + 2 where terminated (little-endian
+--          doubles), and the trajectory's id.
+-- Returns  {"OK", cursor before, incarnation}; {"GONE"}; {"FROZEN"}; {"WAIT", rows written, samples drawn};
+--          {"UNSTAGED"} where a staged string is not there, or no longer.
 --include replay_tree
 --include replay_lineage
 local state = redis.call('HMGET', KEYS[1], 'cursor', 'incarnation', 'capacity', 'records_per_chunk', 'stride_bytes',
   'chunk_bytes', 'stripes', 'stripe', 'frozen', 'levels', 'max_priority', 'samples', 'samples_per_insert', 'min_size',
-  'max_diff', 'id_at', 'id_bytes', 'step_at', 'step_format', 'reward_at', 'reward_format', 'done_at', 'terminated_at',
-  'server', 'former')
+  'max_diff', 'joined', 'server', 'former')
+local num_staged = tonumber(ARGV[9])
+-- What a call answers that stores nothing.
+local function answer(...)
+  for i = 1, num_staged do
+    redis.call('UNLINK', KEYS[2 + i])
+  end
+  return {...}
+end
 if not state[1] then
-  return {'GONE'}
+  return answer('GONE')
 end
 local answered = redis.call('GET', KEYS[2]) or ';'
 local latest = tonumber(answered:match(';(%d+) %d+ %d+;$') or '0')
 if latest >= tonumber(ARGV[2]) then
   local cursor, incarnation = answered:match(';' .. ARGV[2] .. ' (%d+) (%d+);')
-  return cursor and {'OK', cursor, incarnation} or {'AFTER'}
+  if cursor then
+    return answer('OK', cursor, incarnation)
+  end
+  return answer('AFTER')
 end
 if ARGV[7] == '1' and latest ~= tonumber(ARGV[2]) - 1 then
-  return {'AFTER'}
+  return answer('AFTER')
 end
 if state[9] == '1' then
-  return {'FROZEN'}
+  return answer('FROZEN')
 end
 local prefix, count, records = ARGV[1], tonumber(ARGV[3]), ARGV[4]
 local cursor, capacity, per_chunk = tonumber(state[1]), tonumber(state[3]), tonumber(state[4])
 local stride, chunk_bytes = tonumber(state[5]), tonumber(state[6])
 if ARGV[6] ~= '' and cursor % capacity ~= tonumber(ARGV[6]) then
-  return {'MOVED', state[1]}
+  return answer('MOVED', state[1])
 end
 if state[13] ~= '' then
   local diff = (cursor + count) * tonumber(state[13]) - tonumber(state[12])
   if math.min(cursor, capacity) + count > tonumber(state[14]) and diff > tonumber(state[15]) then
-    return {'WAIT', state[1], state[12]}
+    return answer('WAIT', state[1], state[12])
+  end
+end
+for i = 1, num_staged do
+  if redis.call('STRLEN', KEYS[2 + i]) ~= chunk_bytes then
+    return answer('UNSTAGED')
   end
 end
 
 -- Another server than the one that wrote last: from here on it may give numbers to rows that name others elsewhere.
 local server = lineage_id()
-if server ~= '' and state[24] ~= server then
-  if state[24] and state[24] ~= '' then
-    local former = (state[25] or '') .. state[2] .. ' ' .. state[1] .. ';'
+if server ~= '' and state[17] ~= server then
+  if state[17] and state[17] ~= '' then
+    local former = (state[18] or '') .. state[2] .. ' ' .. state[1] .. ';'
     if #former > 600 then
       former = former:sub(former:find(';', -400, true) + 1)
     end
@@ -75,17 +99,34 @@ local lengths = {}
 for i, run in ipairs(runs) do
   lengths[i] = redis.call('STRLEN', chunk_of(run[1]))
 end
+-- The records of rows that are no whole chunk, or not where their writer expected them.
+local function records_of(before, number)
+  if num_staged == 0 then
+    return number == count and records or records:sub(before * stride + 1, (before + number) * stride)
+  end
+  local parts = {}
+  while number > 0 do
+    local within = before % per_chunk
+    local rows = math.min(number, per_chunk - within)
+    local staged = KEYS[3 + math.floor(before / per_chunk)]
+    parts[#parts + 1] = redis.call('GETRANGE', staged, within * stride, (within + rows) * stride - 1)
+    before, number = before + rows, number - rows
+  end
+  return table.concat(parts)
+end
 for i, run in ipairs(runs) do
   local slot, number, before = run[1], run[2], run[3]
   local chunk, at = chunk_of(slot), (slot % per_chunk) * stride
-  if lengths[i] < chunk_bytes then
-    redis.call('SETRANGE', chunk, chunk_bytes - 1, '\0')
+  if num_staged > 0 and number == per_chunk and before % per_chunk == 0 then
+    local staged = KEYS[3 + before / per_chunk]
+    redis.call('PERSIST', staged)
+    redis.call('RENAME', staged, chunk)
+  else
+    if lengths[i] < chunk_bytes then
+      redis.call('SETRANGE', chunk, chunk_bytes - 1, '\0')
+    end
+    redis.call('SETRANGE', chunk, at, records_of(before, number))
   end
-  local part = records
-  if number < count then
-    part = records:sub(before * stride + 1, (before + number) * stride)
-  end
-  redis.call('SETRANGE', chunk, at, part)
   if state[1] ~= ARGV[8] then
     for row = 0, number - 1 do
       redis.call('SETRANGE', chunk, at + row * stride, struct.pack('<i8', cursor + before + row + 1))
@@ -95,11 +136,9 @@ end
 
 -- Links from each row to the one that follows it in its trajectory. 32 bytes a slot: the successor's write number
 -- (0: none yet), reward, 1 where done + 2 where terminated, and the trajectory's id.
-if state[16] ~= '' then
+if state[16] == '1' then
   local links, ends = prefix .. 'links', prefix .. 'ends'
-  local id_at, id_bytes, step_at, step_format = tonumber(state[16]), tonumber(state[17]), tonumber(state[18]), state[19]
-  local reward_at, done_at, terminated_at = tonumber(state[20]), tonumber(state[22]), tonumber(state[23])
-  local latest, successor, rewards, flags, ids, fresh = {}, {}, {}, {}, {}, {}
+  local joins, latest, successor, fresh = ARGV[10], {}, {}, {}
   -- Trajectories whose last row is overwritten are forgotten.
   for _, run in ipairs(runs) do
     if cursor + run[3] >= capacity then
@@ -114,9 +153,8 @@ if state[16] ~= '' then
     end
   end
   for row = 1, count do
-    local at = (row - 1) * stride + 1
-    local id = records:sub(at + id_at, at + id_at + id_bytes - 1) .. string.rep('\0', 8 - id_bytes)
-    local step = struct.unpack(step_format, records, at + step_at)
+    local at = (row - 1) * 32 + 1
+    local id, step = joins:sub(at + 24, at + 31), struct.unpack('<d', joins, at)
     local number = cursor + row
     local last = latest[id]
     if not last then
@@ -135,22 +173,12 @@ if state[16] ~= '' then
       end
     end
     latest[id] = {number, step}
-    ids[row] = id
-    rewards[row] = reward_at and struct.unpack(state[21], records, at + reward_at) or 0
-    local flag = 0
-    if done_at and records:byte(at + done_at) ~= 0 then
-      flag = 1
-    end
-    if terminated_at and records:byte(at + terminated_at) ~= 0 then
-      flag = flag + 2
-    end
-    flags[row] = flag
   end
   for _, run in ipairs(runs) do
     local entries = {}
     for i = 1, run[2] do
       local row = run[3] + i
-      entries[i] = struct.pack('<ddd', successor[row] or 0, rewards[row], flags[row]) .. ids[row]
+      entries[i] = struct.pack('<d', successor[row] or 0) .. joins:sub(row * 32 - 23, row * 32)
     end
     redis.call('SETRANGE', links, run[1] * 32, table.concat(entries))
   end
@@ -170,6 +198,9 @@ if state[10] ~= '0' then
   tree_refresh(prefix, tonumber(state[10]), nodes)
 end
 
+for i = 1, num_staged do
+  redis.call('UNLINK', KEYS[2 + i])  -- those that were copied
+end
 local moved = string.format('%.0f', cursor + count)
 redis.call('HSET', KEYS[1], 'cursor', moved)
 -- More of them than are ever sent together.
