@@ -109,11 +109,11 @@ class RingWriter:
     @staticmethod
     def _most_rows(ring: Ring) -> int:
         """Rows of one call at most, where they are not staged."""
-        limit = ring.options.rate_limit
-        if limit is None:
-            return ring.part_rows
-        # More rows at once than the limit's window holds would wait for ever.
-        return max(1, int(min(2 * limit.error_buffer / limit.samples_per_insert, float(ring.part_rows))))
+        limit, most, chunk = ring.options.rate_limit, ring.part_rows, ring.layout.records_per_chunk
+        if limit is not None:
+            # More rows at once than the limit's window holds would wait for ever.
+            most = max(1, min(int(2 * limit.error_buffer / limit.samples_per_insert), most))
+        return most // chunk * chunk if ring.stages and most > chunk else most
 
     def _store(
         self, ring: Ring, td: TensorDictBase, most: int, deadline: float, slot: int | None

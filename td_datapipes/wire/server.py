@@ -27,6 +27,7 @@ from td_datapipes.manifest import manifest_key
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.cluster import Cluster, Node, slot_of
 from td_datapipes.wire.faults import REDIS_ERRORS, translate
+from td_datapipes.wire.packing import Packer
 from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.url import ServerURL
 
@@ -261,6 +262,7 @@ class Server:
         options.setdefault("retry", Retry(NoBackoff(), 0))
         # hiredis takes memory for as many elements as a reply announces, before any of them has come.
         options.setdefault("parser_class", _RESP2Parser)
+        options.setdefault("command_packer", Packer())
         return {**options, "protocol": 2, "decode_responses": False}
 
     def close(self) -> None:

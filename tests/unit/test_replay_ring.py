@@ -120,3 +120,33 @@ def test_an_index_names_a_row_for_as_long_as_nobody_took_over_without_it(
     found = last_named(asked, len(rows), incarnation, former)
     # Any incarnation from a row's own on named it, and the rows it named are the first ones.
     assert found == (None if asked > incarnation else sum(its <= asked for its in rows))
+
+
+def long_ring(capacity: int, row_bytes: int, **options: object) -> Ring:
+    rows = schema_of(TensorDict({"x": torch.zeros(2, row_bytes, dtype=torch.uint8)}, [2]))
+    return new_ring("name", rows, RingOptions(capacity=capacity, **options), 4 << 20)
+
+
+def test_chunks_of_long_rows_are_short_and_a_power_of_two() -> None:
+    assert long_ring(10_000, 28_000).layout.records_per_chunk == 8
+    assert long_ring(10_000, 8_000).layout.records_per_chunk == 32
+    assert long_ring(10_000, 300_000).layout.records_per_chunk == 1
+    assert long_ring(5, 28_000).layout.records_per_chunk == 5
+    assert not long_ring(10_000, 1_000).stages
+    assert long_ring(10_000, 1_000).layout.records_per_chunk > 1000
+
+
+@given(
+    capacity=st.integers(1, 100), slot=st.integers(0, 99), rows=st.integers(1, 200), row_bytes=st.integers(1, 40_000)
+)
+def test_rows_are_staged_only_where_they_are_whole_chunks(capacity: int, slot: int, rows: int, row_bytes: int) -> None:
+    ring, slot = long_ring(capacity, row_bytes), slot % capacity
+    staged, chunk = ring.staged_rows(slot, rows), ring.layout.records_per_chunk
+    assert 0 <= staged <= min(rows, capacity - slot)
+    assert staged % chunk == 0
+    if staged:
+        assert ring.layout.stride_bytes >= 4096
+        assert slot % chunk == 0
+        assert staged * ring.layout.stride_bytes <= 8 << 20
+    elif ring.layout.stride_bytes >= 4096 and slot % chunk == 0:
+        assert min(rows, capacity - slot) < chunk
