@@ -42,6 +42,8 @@ MEASURES = ("uniform", "prioritized", "extend")
 OURS = "RedisReplayBuffer"
 PEERS = {"memmap": "LazyMemmapStorage", "store": "StoreStorage", "reverb": "Reverb"}
 TREES = (10_000, 1_000_000)
+_ROUND_SECONDS, _FEWEST_CALLS, _MOST_CALLS = 0.1, 4, 60
+"""Of one contender's turn: as long for the fast ones as for the slow, since each begins with cold caches."""
 GOALS = """\
 goals, in rows/s: 28 KB uniform >= 1.0 x Reverb and 10 x StoreStorage; 276 B uniform >= 2 x Reverb and 5 x StoreStorage;
 prioritized >= 1.0 x Reverb; extend >= 5 x StoreStorage; a tree of a million rows <= 2.0 x the time of ten thousand"""
@@ -134,7 +136,7 @@ def compare(server: BenchServer, store: ServerProcess, options: Any, results: Re
                     where = (store.host, str(store.port)) if kind == "store" else ()
                     contenders[name] = stack.enter_context(Peer(python, kind, shape, str(rows), *where))
             for measure in MEASURES:
-                seconds = rounds_of(contenders, measure, 2 if options.quick else 7, shape)
+                seconds = rounds_of(contenders, measure, 2 if options.quick else 7)
                 lines.append([f"{label} {measure}", *cells(seconds)])
                 for name, value in seconds.items():
                     results.add(server=server.label, shape=label, measure=measure, contender=name, seconds=value)
@@ -142,17 +144,19 @@ def compare(server: BenchServer, store: ServerProcess, options: Any, results: Re
     print(format_table(("", OURS, *PEERS.values()), lines))
 
 
-def rounds_of(contenders: Mapping[str, Any], measure: str, num_rounds: int, shape: str) -> dict[str, float]:
+def rounds_of(contenders: Mapping[str, Any], measure: str, num_rounds: int) -> dict[str, float]:
     """Median seconds a batch, contenders in turn."""
     found: dict[str, list[float]] = {}
     names, order = list(contenders), random.Random(0)
+    numbers: dict[str, int] = {}
+    for name in names:
+        once = contenders[name].seconds(measure, _FEWEST_CALLS)
+        if once is not None:
+            numbers[name] = min(max(_FEWEST_CALLS, int(_ROUND_SECONDS / once)), _MOST_CALLS)
     for _ in range(num_rounds):
         order.shuffle(names)
-        for name in names:
-            slow = name == PEERS["store"] or measure == "extend"
-            value = contenders[name].seconds(measure, 4 if slow else 30 if shape == "large" else 60)
-            if value is not None:
-                found.setdefault(name, []).append(value)
+        for name in filter(numbers.__contains__, names):
+            found.setdefault(name, []).append(contenders[name].seconds(measure, numbers[name]))
     return {name: statistics.median(values) for name, values in found.items()}
 
 
