@@ -82,7 +82,7 @@ if total <= 0 then
 end
 
 local hops, slices, discount, once = tonumber(ARGV[5]), ARGV[6] == 'slice', tonumber(ARGV[7]), ARGV[8] == '1'
-local link_cache, tree_cache = {}, {}
+local link_cache, nodes_kept = {}, tree_cache(levels, capacity, count)
 local function link_of(number)
   local link = link_cache[number]
   if not link then
@@ -126,7 +126,7 @@ local function draw(at)
   if how == 'uniform' then
     return cursor - size + 1 + math.floor(at * size), 1
   end
-  local slot, weight = tree_find(prefix, levels, at * total, tree_cache)
+  local slot, weight = tree_find(prefix, levels, at * total, nodes_kept)
   local number = cursor - (cursor - 1 - slot) % capacity
   return number, (slot < capacity and number >= 1) and weight or 0
 end

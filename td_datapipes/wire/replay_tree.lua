@@ -49,26 +49,35 @@ local function tree_total(prefix, levels)
   return total
 end
 
+-- What nodes are kept in while `count` slots are found in a tree of `slots`: of a level that most of them are needed
+-- of, adjacent ones are read together.
+local function tree_cache(levels, slots, count)
+  local cache, nodes = {}, slots
+  for level = 0, levels - 1 do
+    nodes = math.ceil(nodes / FAN)
+    cache[level] = {together = nodes <= 4 * count and 64 or 1}
+  end
+  return cache
+end
+
 -- The slot at which the running sum of priorities passes `target`, and its priority. Nodes are kept in `cache`.
 local function tree_find(prefix, levels, target, cache)
   local number, weight = 0, 0
   for level = levels - 1, 0, -1 do
     local kept = cache[level]
-    if not kept then
-      kept = {}
-      cache[level] = kept
+    local within = number % kept.together
+    local first = number - within
+    local nodes = kept[first]
+    if not nodes then
+      nodes = tree_nodes(prefix, level, first, kept.together)
+      kept[first] = nodes
     end
-    local node = kept[number]
-    if not node then
-      node = tree_nodes(prefix, level, number, 1)
-      kept[number] = node
-    end
-    local at, child = 1, 0
-    local a, b, c, d, e, f, g, h = struct.unpack(TWO, node, 1)
+    local at, child = within * NODE_BYTES + 1, 0
+    local a, b, c, d, e, f, g, h = struct.unpack(TWO, nodes, at)
     local half = a + b + c + d + e + f + g + h
     if target >= half then
       target, child = target - half, 8
-      a, b, c, d, e, f, g, h = struct.unpack(TWO, node, 65)
+      a, b, c, d, e, f, g, h = struct.unpack(TWO, nodes, at + 64)
     end
     local quarter = a + b + c + d
     if target >= quarter then
