@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-import weakref
-from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +12,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from td_datapipes.catalog import drop
-from td_datapipes.errors import ConfigurationError, SchemaError, StateError
-from td_datapipes.replay.ahead import Ahead, Waiting
+from td_datapipes.errors import ConfigurationError, SchemaError
+from td_datapipes.replay.batches import BatchQueue
 from td_datapipes.replay.calls import Caller
-from td_datapipes.replay.keeping import STATE_VERSION, check_state, held, hold, kind_of, restore, snapshot
+from td_datapipes.replay.keeping import check_state, restore, snapshot
 from td_datapipes.replay.opening import Opener, Wanted
 from td_datapipes.replay.options import (
     NStep,
@@ -34,8 +29,7 @@ from td_datapipes.replay.options import (
 )
 from td_datapipes.replay.picks import Picker
 from td_datapipes.replay.priorities import update_priorities
-from td_datapipes.replay.reads import BatchMaker, Request
-from td_datapipes.replay.ring import Ring
+from td_datapipes.replay.reads import Request
 from td_datapipes.replay.slots import SlotStore
 from td_datapipes.replay.writes import RingWriter, as_rows, check_names
 from td_datapipes.schema import Schema
@@ -108,8 +102,9 @@ class RedisReplayBuffer:
         self._caller = Caller(url, timeout_seconds)
         self._opener = Opener(self._caller, wanted)
         self._sampler: Sampler = Uniform() if sampler is None else sampler
-        self._n_step, self._batch_size, self._prefetch = n_step, batch_size, prefetch
-        self._seed = secrets.randbits(63) if seed is None else seed
+        self._n_step, self._batch_size = n_step, batch_size
+        seed = secrets.randbits(63) if seed is None else seed
+        self._batches = BatchQueue(self._caller, self._opener, prefetch, seed)
         self._reset()
         try:
             self._opener.find()
@@ -120,19 +115,12 @@ class RedisReplayBuffer:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._writer = RingWriter(self._caller, self._opener)
-        self._maker = BatchMaker(self._caller, self._opener, self._seed)
         self._looker = Picker(self._caller, self._opener)
-        self._lock = threading.RLock()
-        self._number = 0
-        self._ahead: Ahead | None = None
-        self._ahead_kind = ""
-        self._chosen: deque[Waiting] = deque()
-        self._finalizer: weakref.finalize[..., Any] | None = None
 
     def _here(self) -> None:
         """After a fork, start anew: the parent's connections and thread are its own. The child draws otherwise."""
         if self._pid != os.getpid():
-            self._seed ^= os.getpid() << 20
+            self._batches.part_from(self._pid)
             self._reset()
 
     def extend(self, td: TensorDictBase, *, timeout_seconds: float | None = None) -> torch.Tensor:
@@ -215,58 +203,7 @@ class RedisReplayBuffer:
             number=0,
             deadline=self._caller.deadline(timeout_seconds),
         )
-        ahead = self._ahead_for(request)
-        if ahead is not None:
-            return ahead.take(request.deadline)
-        with self._lock:
-            return self._make(request)
-
-    def _make(self, request: Request) -> TensorDict:
-        kind = _kind(request)
-        if self._chosen and kind == _kind(self._chosen[0].request):
-            chosen = self._chosen.popleft()
-            begun = self._maker.begin(replace(chosen.request, deadline=request.deadline), chosen.picks)
-        else:
-            begun = self._maker.begin(replace(request, number=self._number))
-            self._number += 1
-        try:
-            return self._maker.finish(begun)
-        except BaseException:
-            # Counted, and perhaps taken out of a queue: it is what the next call gets.
-            self._chosen.appendleft(Waiting(request=begun.request, picks=begun.picks))
-            raise
-
-    def _ahead_for(self, request: Request) -> Ahead | None:
-        """Where batches of this kind are made ahead, if they are."""
-        if not self._prefetch:
-            return None
-        kind = _kind(request)
-        with self._lock:
-            if self._ahead is not None and self._ahead.failed:
-                self._end_ahead(keep=True)
-            if self._ahead is None:
-                if self._chosen and kind != _kind(self._chosen[0].request):
-                    return None
-                self._start_ahead(request, kind)
-            return self._ahead if kind == self._ahead_kind else None
-
-    def _start_ahead(self, request: Request, kind: str) -> None:
-        maker = BatchMaker(self._caller, self._opener, self._seed)
-        chosen, self._chosen = iter(self._chosen), deque()
-        self._ahead = Ahead(maker, self._prefetch, replace(request, number=self._number), chosen)
-        self._ahead_kind = kind
-        self._finalizer = weakref.finalize(self, self._ahead.close)
-
-    def _end_ahead(self, *, keep: bool) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return
-        if keep:
-            self._chosen = deque(ahead.waiting())
-        self._number = ahead.next_number
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        ahead.close()
+        return self._batches.take(request)
 
     def update_priority(
         self, index: torch.Tensor, priority: torch.Tensor, *, timeout_seconds: float | None = None
@@ -288,7 +225,7 @@ class RedisReplayBuffer:
         values = torch.as_tensor(priority).detach().reshape(-1).cpu().double().numpy()
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise ConfigurationError("priorities must be finite and 0 or more; take the absolute value of TD errors")
-        masses = (values + sampler.eps) ** value_at(sampler.alpha, self._number)
+        masses = (values + sampler.eps) ** value_at(sampler.alpha, self._batches.number)
         indices = torch.as_tensor(index).detach().reshape(-1).cpu().long().numpy()
         if len(indices) != len(masses):
             raise ConfigurationError(f"{len(indices)} indices and {len(masses)} priorities: they go in pairs")
@@ -340,22 +277,7 @@ class RedisReplayBuffer:
         first by whoever loads the state.
         """
         self._here()
-        with self._lock:
-            ahead = self._ahead
-            waiting = list(self._chosen) if ahead is None else ahead.waiting()
-            number = self._number if ahead is None else ahead.next_number
-        ring = self._opener.find()
-        token = hold(self._caller, [(one.request.number, one.picks) for one in waiting])
-        return {
-            "version": STATE_VERSION,
-            "name": self.name,
-            "id": None if ring is None else ring.manifest.id,
-            "written": self.num_written,
-            "seed": self._seed,
-            "number": number,
-            "held": token,
-            "num_held": len(waiting),
-        }
+        return self._batches.state() | {"written": self.num_written}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Go on where `state_dict` left off.
@@ -370,31 +292,7 @@ class RedisReplayBuffer:
         """
         self._here()
         check_state(state, self.name)
-        ring = self._opener.find()
-        lost = _lost(ring, state, self.num_written)
-        if lost and strict:
-            raise StateError(
-                f"buffer {self.name!r} at {self.url.address} {lost}; load the state with strict=False to go on"
-            )
-        chosen: list[tuple[int, Any]] = []
-        if state["held"] is not None and ring is not None and not lost:
-            try:
-                chosen = held(self._caller, state["held"], ring)
-            except StateError:
-                if strict:
-                    raise
-        with self._lock:
-            self._end_ahead(keep=False)
-            self._seed, self._number = int(state["seed"]), int(state["number"])
-            self._maker.close()
-            self._maker = BatchMaker(self._caller, self._opener, self._seed)
-            self._chosen = deque(self._waiting(number, picks) for number, picks in chosen)
-
-    def _waiting(self, number: int, picks: Any) -> Waiting:
-        request = Request(
-            count=len(picks.stripes), sampler=self._sampler, n_step=self._n_step, number=number, deadline=0.0
-        )
-        return Waiting(request=request, picks=picks)
+        self._batches.load(state, self.num_written, self._sampler, self._n_step, strict=strict)
 
     def snapshot(self, name: str, *, overwrite: bool = False) -> None:
         """Copy the buffer, as it is at one moment, to another name on the same server.
@@ -419,8 +317,7 @@ class RedisReplayBuffer:
             DatasetNotFoundError: there is no such snapshot.
             ConfigurationError: it is no snapshot, or one of a buffer made otherwise.
         """
-        with self._lock:
-            self._end_ahead(keep=False)
+        self._batches.end_ahead(keep=False)
         restore(self._caller, self._opener.find(), name)
 
     def clear(self) -> None:
@@ -428,8 +325,7 @@ class RedisReplayBuffer:
         ring = self._opener.find()
         if ring is None:
             return
-        with self._lock:
-            self._end_ahead(keep=False)
+        self._batches.end_ahead(keep=False)
         for stripe in range(ring.stripes):
             keys = [ring.state_key(stripe), *ring.keys(stripe)]
             answer = self._caller.run("replay_clear", keys, [], f"clearing {self.name!r}", self._caller.deadline(None))
@@ -457,14 +353,8 @@ class RedisReplayBuffer:
     def close(self) -> None:
         """End reading ahead and drop the connections. Using the buffer again dials anew."""
         if self._pid == os.getpid():
-            with self._lock:
-                self._end_ahead(keep=True)
-                self._maker.close()
+            self._batches.close()
         self._caller.server.close()
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # as the interpreter ends, what this needs may be gone
-            self._maker.close()
 
     def __enter__(self) -> RedisReplayBuffer:
         return self
@@ -473,34 +363,19 @@ class RedisReplayBuffer:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_caller", "_opener", "_sampler", "_n_step", "_batch_size", "_prefetch", "_seed")
-        return {name: self.__dict__[name] for name in names} | {"pid": os.getpid()}
+        names = ("_caller", "_opener", "_sampler", "_n_step", "_batch_size")
+        kept = {name: self.__dict__[name] for name in names}
+        return kept | {"prefetch": self._batches.prefetch, "seed": self._batches.seed, "pid": os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        pid = state.pop("pid")
+        pid, prefetch, seed = (state.pop(name) for name in ("pid", "prefetch", "seed"))
         self.__dict__.update(state)
+        self._batches = BatchQueue(self._caller, self._opener, prefetch, seed)
         if pid != os.getpid():
-            self._seed ^= os.getpid() << 20
+            self._batches.part_from(pid)
         self._reset()
 
     def __repr__(self) -> str:
         ring = self._opener.known
         what = "not made yet" if ring is None else f"capacity={ring.options.capacity}"
         return f"{type(self).__name__}({str(self.url)!r}, {what}, sampler={self._sampler})"
-
-
-def _kind(request: Request) -> str:
-    return kind_of(request.count, request.sampler, request.n_step)
-
-
-def _lost(ring: Ring | None, state: Mapping[str, Any], written: int) -> str:
-    """What is no longer as it was when a state was saved; empty where all of it is there."""
-    if state["id"] is None:
-        return ""
-    if ring is None:
-        return f"is empty now, {state['written']} rows had been written: it was lost, or dropped"
-    if ring.manifest.id != state["id"]:
-        return f"was made anew since: {state['written']} rows had been written to the former one"
-    if written < state["written"]:
-        return f"has lost its last {state['written'] - written} rows of {state['written']}, in a restart or a restore"
-    return ""
