@@ -167,6 +167,12 @@ class Cluster:
         self._client: redis.RedisCluster | None = None
         self._slots = SlotMap.from_reply(reply, seed)
 
+    def apart(self) -> Cluster:
+        """The same cluster, as far as it is known by now, with connections of its own."""
+        other = Cluster(self._options, self._seed, self._address, ())
+        other._slots = self._slots
+        return other
+
     @property
     def slots(self) -> SlotMap:
         """Who owns what, as last heard."""

@@ -278,6 +278,14 @@ class Server:
         if hold is not None:
             hold.close()
 
+    def __copy__(self) -> Server:
+        """With connections of its own. The nodes of a cluster stay known: the URL's may be gone by now."""
+        copied = Server(self.url, self._open_folder, self.retry)
+        with self._lock:
+            copied._asked = self._asked
+            copied._cluster = None if self._cluster is None else self._cluster.apart()
+        return copied
+
     def __reduce__(self) -> tuple[type[Server], tuple[Any, ...]]:
         return Server, (self.url, self._open_folder, self.retry)
 

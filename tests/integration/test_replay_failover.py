@@ -136,6 +136,29 @@ def test_a_queue_goes_on_behind_what_the_new_master_has() -> None:
                 assert rest == [*range(10, 40), *range(100, 120)]
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_who_has_a_buffer_open_begins_to_sample_after_the_urls_node_is_gone(kind: Kind) -> None:
+    with fresh_cluster(kind) as cluster, RedisReplayBuffer(cluster.url("open"), CAPACITY, stripes=STRIPES) as buffer:
+        for start in range(0, 30, 10):
+            buffer.extend(counted(start, 10))
+        first, heir = owner_and_replica(cluster, 0)
+        assert f":{first.port}/" in cluster.url("open")
+        for master in cluster.nodes[:3]:
+            written = int(master.execute("INFO", "replication")["master_repl_offset"])
+            wait_until(
+                lambda master=master, written=written: (
+                    int(master.execute("INFO", "replication")["slave0"]["offset"]) >= written
+                ),
+                "its replica to have all",
+            )
+        first.kill()
+        wait_until(lambda: heir.execute("INFO", "replication")["role"] == "master", "the replica to take over")
+        batch = buffer.sample(30, sampler=Uniform(replacement=False))
+        assert sorted(batch["a"].tolist()) == list(range(30))
+        assert_intact(batch)
+
+
 @dataclass
 class Notes:
     """What threads saw: which row each index named, and which errors."""
