@@ -28,6 +28,11 @@ from torchdata.nodes import (
 from td_datapipes import RedisTDIterableDataset, RedisTDReader, write_dataset
 from td_datapipes.errors import StateError
 
+# A mapper of torchdata's that dies in its own thread joins that thread: it raises, and nobody is harmed.
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:Exception ignored in. <function _SingleThreadedMapper\.__del__:pytest.PytestUnraisableExceptionWarning"
+)
+
 ROWS = 50
 OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 1, "block_rows": 3, "buffer_blocks": 4}
 
