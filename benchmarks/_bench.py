@@ -133,12 +133,14 @@ class BenchServer:
         client: redis-py's client to it.
         url_base: what stands before ``#name`` in its URLs.
         dial_options: where it is, as keyword arguments of redis-py's client and of TensorDictStore.
+        persists: whether it appends to a file what is written, as the embedded server does.
     """
 
     label: str
     client: redis.Redis
     url_base: str
     dial_options: Mapping[str, Any]
+    persists: bool
 
     def url(self, name: str) -> str:
         """The URL of a data set on it."""
@@ -146,37 +148,40 @@ class BenchServer:
 
     def connect(self) -> socket.socket:
         """A bare socket to it."""
-        if path := self.dial_options.get("unix_socket_path"):
-            plain = socket.socket(socket.AF_UNIX)
-            plain.connect(path)
-            return plain
         tcp = socket.create_connection((self.dial_options["host"], self.dial_options["port"]))
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if password := self.dial_options.get("password"):
+            tcp.sendall(b"AUTH %s\r\n" % password.encode())
+            if (answer := tcp.recv(64)) != b"+OK\r\n":
+                raise RuntimeError(f"the server says {answer!r}")
         return tcp
 
 
 @contextmanager
 def bench_server(kind: ServerKind) -> Iterator[BenchServer]:
-    """A server of its own: the embedded Valkey through its Unix socket, or Debian's Redis on loopback TCP."""
+    """A server of its own, over loopback TCP: the embedded Valkey, which appends to its file, or Debian's Redis."""
     if kind == "embedded":
         with tempfile.TemporaryDirectory() as folder, open_embedded(Path(folder)) as server:
-            options: dict[str, Any] = {"unix_socket_path": server.socket_path}
+            where = server.listening()
+            options: dict[str, Any] = {"host": "127.0.0.1", "port": where.port, "password": where.password}
             with redis.Redis(**options) as client:
                 yield BenchServer(
-                    label=f"embedded Valkey {_version(client)}, Unix socket",
+                    label=f"embedded Valkey {_version(client)}",
                     client=client,
                     url_base=f"embedded://{quote(folder)}",
                     dial_options=options,
+                    persists=True,
                 )
         return
     with ServerProcess("redis") as process:
         options = {"host": process.host, "port": process.port}
         with redis.Redis(**options) as client:
             yield BenchServer(
-                label=f"Redis {_version(client)}, loopback TCP",
+                label=f"Redis {_version(client)}",
                 client=client,
                 url_base=f"redis://{process.host}:{process.port}/0",
                 dial_options=options,
+                persists=False,
             )
 
 

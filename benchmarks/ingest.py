@@ -126,7 +126,7 @@ def measure_ingest(server: BenchServer, rows_bytes: int, rounds: int, results: R
                 # New keys, as a new data set has: in place of old ones the server would use memory that it has at hand.
                 for number in range(max(chunks, 1)):
                     server.client.set(f"bare:{draw}:{number}", chunk)
-                if "unix_socket_path" in server.dial_options:
+                if server.persists:
                     wait_persisted(server.client.execute_command, 30.0)
 
             def from_memory(_draw: int, table: pa.Table = table) -> None:

@@ -35,6 +35,7 @@ from servers import ServerProcess
 from tensordict import TensorDict
 
 from td_datapipes import RedisReplayBuffer
+from td_datapipes._supervisor import CONFIGURATION
 from td_datapipes.replay import Prioritized, Uniform
 
 SHAPES = {"small": ("276 B", 40_960), "large": ("28 KB", 8_192)}
@@ -44,6 +45,8 @@ PEERS = {"memmap": "LazyMemmapStorage", "store": "StoreStorage", "reverb": "Reve
 TREES = (10_000, 1_000_000)
 _ROUND_SECONDS, _FEWEST_CALLS, _MOST_CALLS = 0.1, 4, 60
 """Of one contender's turn: as long for the fast ones as for the slow, since each begins with cold caches."""
+PERSISTING = {option: value for option, value in CONFIGURATION.items() if value}
+"""As the embedded server does."""
 GOALS = """\
 goals, in rows/s: 28 KB uniform >= 1.0 x Reverb and 10 x StoreStorage; 276 B uniform >= 2 x Reverb and 5 x StoreStorage;
 prioritized >= 1.0 x Reverb; extend >= 5 x StoreStorage; a tree of a million rows <= 2.0 x the time of ten thousand"""
@@ -202,8 +205,9 @@ def main() -> None:
     results = Results()
     print(", ".join(f"{key} {value}" for key, value in describe_machine().items()))
     for kind in options.server or SERVER_KINDS:
-        # torchrl's StoreStorage dials by host and port only: it gets the same kind of server on loopback TCP.
-        with bench_server(kind) as server, ServerProcess("valkey" if kind == "embedded" else "redis") as store:
+        # torchrl's StoreStorage dials by host and port only: it gets the same kind of server, without a password.
+        alike = ServerProcess("valkey", config=PERSISTING) if kind == "embedded" else ServerProcess("redis")
+        with bench_server(kind) as server, alike as store:
             compare(server, store, options, results)
             trees(server, options.quick, results)
     print(f"\n{GOALS}")

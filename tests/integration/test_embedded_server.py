@@ -6,11 +6,12 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import socket
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,10 +29,12 @@ from td_datapipes._supervisor import (
     STATE_FILE,
     SUPERVISOR_LOCK,
     USERS_LOCK,
+    _free_port,
     is_free,
 )
+from td_datapipes.catalog import connect
 from td_datapipes.errors import ConfigurationError, EmbeddedServerError
-from td_datapipes.server import EmbeddedServer, open_embedded, wait_persisted
+from td_datapipes.server import EmbeddedAddress, EmbeddedServer, open_embedded, wait_persisted
 
 FORK = multiprocessing.get_context("fork")
 SECONDS_TO_END = 10.0
@@ -75,6 +78,11 @@ def server_runs(folder: Path) -> bool:
     return len(pids) == 2 and sum(b"_supervisor.py" in command_of(pid) for pid in pids) == 1
 
 
+def server_pid_of(folder: Path) -> int:
+    (pid,) = [pid for pid in processes_of(folder) if b"_supervisor.py" not in command_of(pid)]
+    return pid
+
+
 def supervisor_pid(folder: Path) -> int:
     (pid,) = [pid for pid in processes_of(folder) if b"_supervisor.py" in command_of(pid)]
     return pid
@@ -87,13 +95,18 @@ def command_of(pid: int) -> bytes:
         return b""
 
 
-def execute(socket_path: str, *command: object) -> Any:
-    with redis.Redis(unix_socket_path=socket_path, protocol=2, socket_timeout=20) as client:
+def client_of(where: EmbeddedAddress, **options: Any) -> redis.Redis:
+    assert where.port
+    return redis.Redis(port=where.port, password=where.password, protocol=2, socket_timeout=20, **options)
+
+
+def execute(server: EmbeddedServer, *command: object) -> Any:
+    with client_of(server.listening()) as client:
         return client.execute_command(*command)
 
 
 def server_pid(server: EmbeddedServer) -> int:
-    return int(execute(server.socket_path, "INFO", "server")["process_id"])
+    return int(execute(server, "INFO", "server")["process_id"])
 
 
 def has_pending(pid: int, number: signal.Signals) -> bool:
@@ -160,7 +173,7 @@ def use_with_child(connection: Connection, folder: Path) -> None:
     server = open_embedded(folder)
     if os.fork():
         signal.pause()
-    connection.send((os.getpid(), server.socket_path))
+    connection.send((os.getpid(), server.listening()))
     signal.pause()
 
 
@@ -171,14 +184,14 @@ def received(connection: Connection) -> Any:
 
 def test_data_survive_and_nothing_runs_after_the_last_close(folder: Path) -> None:
     with open_embedded(folder) as server:
-        socket_path = server.socket_path
-        execute(socket_path, "SET", "key", b"\x00\xff value")
+        socket_path = server.listening().socket_path
+        execute(server, "SET", "key", b"\x00\xff value")
         assert stat.S_IMODE(os.stat(socket_path).st_mode) == 0o700
     wait_until_ended(folder)
     assert not Path(socket_path).exists()
     assert not (folder / STATE_FILE).exists()
     with open_embedded(folder) as server:
-        assert execute(server.socket_path, "GET", "key") == b"\x00\xff value"
+        assert execute(server, "GET", "key") == b"\x00\xff value"
 
 
 def test_processes_that_open_at_once_share_one_server(
@@ -203,12 +216,12 @@ def test_server_ends_after_its_last_user_is_killed(
 
 def test_holds_of_one_process_are_counted(folder: Path) -> None:
     first, second = open_embedded(folder), open_embedded(folder / ".." / "data")
-    assert first.socket_path == second.socket_path
+    assert first.listening() == second.listening()
     assert second.folder == folder
     first.close()
     first.close()
     assert has_users(folder)
-    assert execute(second.socket_path, "PING") is True
+    assert execute(second, "PING") is True
     assert (repr(first), repr(second)) == (
         f"EmbeddedServer({str(folder)!r}, closed)",
         f"EmbeddedServer({str(folder)!r})",
@@ -239,12 +252,13 @@ def test_a_forked_child_keeps_the_server_when_its_parent_is_killed(
     folder: Path, run: Callable[..., tuple[BaseProcess, Connection]]
 ) -> None:
     parent, connection = run(use_with_child, folder)
-    child_pid, socket_path = received(connection)
+    child_pid, where = received(connection)
     parent.kill()
     parent.join()
     try:
         assert has_users(folder)
-        assert execute(socket_path, "PING") is True
+        with client_of(where) as client:
+            assert client.ping() is True
     finally:
         os.kill(child_pid, signal.SIGKILL)
     wait_until_ended(folder)
@@ -252,7 +266,7 @@ def test_a_forked_child_keeps_the_server_when_its_parent_is_killed(
 
 def test_a_user_who_comes_while_the_server_ends_gets_the_next_one(folder: Path) -> None:
     server = open_embedded(folder)
-    execute(server.socket_path, "SET", "key", "value")
+    execute(server, "SET", "key", "value")
     first_pid = server_pid(server)
     os.kill(first_pid, signal.SIGSTOP)  # It cannot end yet, however often it is asked.
     server.close()
@@ -267,7 +281,7 @@ def test_a_user_who_comes_while_the_server_ends_gets_the_next_one(folder: Path) 
     newcomer.join()
     with opened[0] as server:
         assert server_pid(server) != first_pid
-        assert execute(server.socket_path, "GET", "key") == b"value"
+        assert execute(server, "GET", "key") == b"value"
 
 
 def test_opening_again_within_the_linger_finds_the_same_server(folder: Path) -> None:
@@ -283,25 +297,25 @@ def test_opening_again_within_the_linger_finds_the_same_server(folder: Path) -> 
 
 def test_a_killed_server_is_started_again_with_its_data(folder: Path) -> None:
     with open_embedded(folder) as server:
-        execute(server.socket_path, "SET", "key", "value")
+        execute(server, "SET", "key", "value")
         killed = server_pid(server)
         os.kill(killed, signal.SIGKILL)
         with open_embedded(folder) as again:
             assert server_pid(again) != killed
-            assert again.socket_path == server.socket_path
-            assert execute(server.socket_path, "GET", "key") == b"value"
+            assert execute(server, "GET", "key") == b"value"
 
 
 def test_a_server_whose_supervisor_was_killed_is_adopted(folder: Path) -> None:
     with open_embedded(folder) as server:
         pid, killed = server_pid(server), supervisor_pid(folder)
+        socket_path = server.listening().socket_path
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: is_free(folder / SUPERVISOR_LOCK), "the supervisor to be gone")
         with open_embedded(folder) as again:
             assert server_pid(again) == pid
             assert supervisor_pid(folder) != killed
     wait_until_ended(folder)
-    assert not Path(server.socket_path).exists()
+    assert not Path(socket_path).exists()
 
 
 def test_a_supervisor_killed_while_the_server_starts_is_replaced(folder: Path) -> None:
@@ -312,33 +326,88 @@ def test_a_supervisor_killed_while_the_server_starts_is_replaced(folder: Path) -
     os.kill(supervisor_pid(folder), signal.SIGKILL)
     newcomer.join()
     with opened[0], open_embedded(folder) as server:
-        assert execute(server.socket_path, "PING") is True
+        assert execute(server, "PING") is True
         assert len(processes_of(folder)) == 2
 
 
 def test_an_abandoned_server_without_users_is_found_and_ended(folder: Path) -> None:
     server = open_embedded(folder)
-    execute(server.socket_path, "SET", "key", "value")
+    execute(server, "SET", "key", "value")
     pid = server_pid(server)
     os.kill(supervisor_pid(folder), signal.SIGKILL)
     server.close()
     wait_until(lambda: is_free(folder / SUPERVISOR_LOCK), "the supervisor to be gone")
     with open_embedded(folder) as server:
         assert server_pid(server) == pid
-        assert execute(server.socket_path, "GET", "key") == b"value"
+        assert execute(server, "GET", "key") == b"value"
 
 
 def test_files_left_by_a_crashed_machine_are_replaced(folder: Path) -> None:
     server = open_embedded(folder)
-    execute(server.socket_path, "SET", "key", "value")
-    pid = server_pid(server)
+    execute(server, "SET", "key", "value")
+    pid, socket_path = server_pid(server), server.listening().socket_path
     for victim in (supervisor_pid(folder), pid):
         os.kill(victim, signal.SIGKILL)
     server.close()
     wait_until_ended(folder)
-    assert Path(server.socket_path).exists()
+    assert Path(socket_path).exists()
     with open_embedded(folder) as server:
-        assert execute(server.socket_path, "GET", "key") == b"value"
+        assert execute(server, "GET", "key") == b"value"
+
+
+def test_both_its_sockets_want_a_password_that_only_the_owner_can_read(folder: Path) -> None:
+    with open_embedded(folder) as server:
+        where = server.listening()
+        assert stat.S_IMODE((folder / STATE_FILE).stat().st_mode) == 0o600
+        for options in ({"port": where.port}, {"unix_socket_path": where.socket_path}):
+            with redis.Redis(**options) as stranger, pytest.raises(redis.AuthenticationError):
+                stranger.ping()
+            with redis.Redis(**options, password=where.password) as owner:
+                assert owner.ping()
+        assert execute(server, "CONFIG", "GET", "bind") == [b"bind", b"127.0.0.1"]
+        assert where.password not in repr(where) + repr(server)
+        assert all(where.password.encode() not in command_of(pid) for pid in processes_of(folder))
+        assert where.password not in (folder / LOG_FILE).read_text()
+        first = where.password
+    wait_until_ended(folder)
+    with open_embedded(folder) as server:
+        assert server.listening().password != first
+
+
+@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "unix"])
+def test_who_uses_a_server_that_was_killed_goes_on_with_the_next_one(folder: Path, tcp: bool) -> None:
+    def stop_listening(server: EmbeddedServer) -> None:
+        if not tcp:
+            execute(server, "CONFIG", "SET", "port", "0")
+
+    def transports() -> set[str]:
+        clients: Any = user.call("listing clients", lambda client: client.client_list())
+        return {"unix" if "U" in client["flags"] else "tcp" for client in clients}
+
+    # Whose port does not answer is reached over its Unix socket: from another network namespace, say.
+    with open_embedded(folder) as server, closing(connect(f"embedded://{folder}", require_name=False)) as user:
+        stop_listening(server)
+        user.call("setting", lambda client: client.set("key", "value"))
+        assert transports() == {"tcp" if tcp else "unix"}
+        user.dial().close()
+        before = server.listening()
+        os.kill(server_pid_of(folder), signal.SIGKILL)
+        with open_embedded(folder) as again:
+            assert again.listening() != before
+            stop_listening(again)
+            user.dial().close()
+            got = user.call("getting", lambda client: client.get("key"), repeats=True)
+            assert got == b"value"
+            assert transports() == {"tcp" if tcp else "unix"}
+
+
+def test_without_a_network_there_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError("Network is unreachable")
+
+    assert _free_port() > 0
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    assert _free_port() == 0
 
 
 @pytest.mark.parametrize("state", ["", "{", "[]", '{"socket": "gone.sock"}', '{"socket": "/nowhere/gone.sock"}'])
@@ -346,28 +415,28 @@ def test_any_stale_state_file_is_replaced(folder: Path, state: str) -> None:
     folder.mkdir()
     (folder / STATE_FILE).write_text(state)
     with open_embedded(folder) as server:
-        assert execute(server.socket_path, "PING") is True
+        assert execute(server, "PING") is True
 
 
 def test_a_long_path_gets_a_private_folder_for_its_socket(tmp_path: Path) -> None:
     folder = tmp_path.resolve() / ("long" * 30)
     with all_ended_after(folder):
         with open_embedded(folder) as server:
-            private = Path(server.socket_path).parent
-            assert len(server.socket_path) <= 107
+            private = Path(server.listening().socket_path).parent
+            assert len(server.listening().socket_path) <= 107
             assert stat.S_IMODE(private.stat().st_mode) == 0o700
-            execute(server.socket_path, "SET", "key", "value")
+            execute(server, "SET", "key", "value")
         wait_until_ended(folder)
         assert not private.exists()
         with open_embedded(folder) as server:
-            assert execute(server.socket_path, "GET", "key") == b"value"
+            assert execute(server, "GET", "key") == b"value"
 
 
 def test_a_private_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     folder = tmp_path.resolve() / ("long" * 30)
     with all_ended_after(folder):
         with open_embedded(folder) as server:
-            private = Path(server.socket_path).parent
+            private = Path(server.listening().socket_path).parent
         wait_until_ended(folder)
         private.mkdir()
         private.chmod(0o777)
@@ -385,17 +454,17 @@ def _append_file(folder: Path) -> Path:
 
 def test_a_truncated_tail_loses_only_the_last_write(folder: Path) -> None:
     with open_embedded(folder) as server:
-        execute(server.socket_path, "SET", "first", "1")
-        execute(server.socket_path, "SET", "last", "x" * 1000)
+        execute(server, "SET", "first", "1")
+        execute(server, "SET", "last", "x" * 1000)
     wait_until_ended(folder)
     os.truncate(_append_file(folder), _append_file(folder).stat().st_size - 500)
     with open_embedded(folder) as server:
-        assert execute(server.socket_path, "KEYS", "*") == [b"first"]
+        assert execute(server, "KEYS", "*") == [b"first"]
 
 
 def test_a_damaged_file_raises_with_the_servers_own_words(folder: Path) -> None:
     with open_embedded(folder) as server:
-        execute(server.socket_path, "SET", "key", "value")
+        execute(server, "SET", "key", "value")
     wait_until_ended(folder)
     sound = _append_file(folder).read_bytes()
     _append_file(folder).write_bytes(sound.replace(b"*3\r\n", b"?3\r\n"))
@@ -405,7 +474,7 @@ def test_a_damaged_file_raises_with_the_servers_own_words(folder: Path) -> None:
     assert can_lock(folder, fcntl.LOCK_EX)
     _append_file(folder).write_bytes(sound)
     with open_embedded(folder) as server:
-        assert execute(server.socket_path, "GET", "key") == b"value"
+        assert execute(server, "GET", "key") == b"value"
 
 
 def test_a_server_that_does_not_answer_in_time_is_named(folder: Path) -> None:
@@ -445,8 +514,8 @@ def test_limits_out_of_range_raise(folder: Path) -> None:
 
 def test_maxmemory_is_set_and_left_alone(folder: Path) -> None:
     with open_embedded(folder, maxmemory_bytes=50_000_000), open_embedded(folder) as server:
-        assert execute(server.socket_path, "CONFIG", "GET", "maxmemory") == [b"maxmemory", b"50000000"]
-        assert execute(server.socket_path, "CONFIG", "GET", "maxmemory-policy")[1] == b"noeviction"
+        assert execute(server, "CONFIG", "GET", "maxmemory") == [b"maxmemory", b"50000000"]
+        assert execute(server, "CONFIG", "GET", "maxmemory-policy")[1] == b"noeviction"
 
 
 def test_a_missing_wheel_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,8 +562,8 @@ def test_wait_persisted_syncs_the_file_that_has_the_data(folder: Path, monkeypat
     with open_embedded(folder) as server:
         for decoded in (False, True):
             value = f"chunk decoded={decoded}"
-            execute(server.socket_path, "SET", "key", value)
-            with redis.Redis(unix_socket_path=server.socket_path, decode_responses=decoded) as client:
+            execute(server, "SET", "key", value)
+            with client_of(server.listening(), decode_responses=decoded) as client:
                 wait_persisted(client.execute_command, 10)
             assert value.encode() in (synced[_append_file(folder)] or b"")
         assert folder in synced
