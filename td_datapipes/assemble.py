@@ -11,7 +11,7 @@ plan does not deliver one record a row in order (repeats, covering ranges), reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from operator import itemgetter
 from typing import Protocol
@@ -26,7 +26,17 @@ from td_datapipes.read_spec import Copy, Output, ReadSpec, Rows
 from td_datapipes.schema import ALIGNMENT_BYTES, Key
 from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab, Spacing
 
-__all__ = ["LONG_BYTES", "BatchSink", "ContiguousBatch", "Place", "StridedBatch", "make_sink", "new_field"]
+__all__ = [
+    "LONG_BYTES",
+    "BatchSink",
+    "ContiguousBatch",
+    "Place",
+    "StridedBatch",
+    "copy_rows",
+    "make_sink",
+    "new_field",
+    "repeats",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -119,21 +129,13 @@ class ContiguousBatch:
             rows = 0 if number in left_out else num_rows
             self.tensors[output.key], memory = new_field(rows, output, pool, pin_memory=pin_memory)
             self._memories.append(memory)
-        self._copies = [
-            (
-                copy,
-                _items(self._memories[copy.output], copy.nbytes, copy.output_start, spec.outputs[copy.output].nbytes),
-            )
-            for copy in spec.copies
-        ]
+        self._copies = [(copy, self._rows_of(copy)) for copy in spec.copies]
 
     def target(self, slab: Slab) -> None:
         """Always staging."""
 
     def places(self, slab: Slab) -> list[Place] | None:
-        """Long fields where they belong, if most of the slab is long fields of rows that are wanted once."""
-        if slab.sources is not None:
-            return None
+        """Long fields where they belong first, if most of the slab is long fields."""
         long = [copy for copy, _ in self._copies_of(slab) if self._is_placed(copy, slab)]
         if 4 * len(slab.rows) * sum(copy.nbytes for copy in long) < 3 * slab.stream_bytes:
             return None
@@ -141,18 +143,23 @@ class ContiguousBatch:
         return found if len(long) == 1 else sorted(found, key=itemgetter(0))
 
     def placed(self, slab: Slab, stream: Bytes) -> None:
-        """Copy the short fields."""
-        self._copy_fields(slab, stream, lambda copy: not self._is_placed(copy, slab))
+        """Copy the short fields, and the long ones of rows that are wanted more than once to where else they go."""
+        again = repeats(slab)
+        for copy, rows in self._copies_of(slab):
+            if self._is_placed(copy, slab):
+                self._repeat(copy, again)
+            else:
+                copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the slab's rows out, field by field."""
         for copy, rows in self._copies_of(slab):
-            _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
+            copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
 
-    def _copy_fields(self, slab: Slab, stream: Bytes, wanted: Callable[[Copy], bool]) -> None:
-        for copy, rows in self._copies_of(slab):
-            if wanted(copy):
-                _copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
+    def _rows_of(self, copy: Copy) -> npt.NDArray[np.void]:
+        return _items(
+            self._memories[copy.output], copy.nbytes, copy.output_start, self._spec.outputs[copy.output].nbytes
+        )
 
     def _copies_of(self, slab: Slab) -> Iterator[tuple[Copy, npt.NDArray[np.void]]]:
         only = slab.only if isinstance(slab, RunSlab) else None
@@ -168,17 +175,33 @@ class ContiguousBatch:
         return self._spec.outputs[copy.output].nbytes == copy.nbytes == slab.row_step_bytes
 
     def _places_of(self, copy: Copy, slab: Slab) -> Iterable[Place]:
-        memory, step = self._memories[copy.output].data, self._spec.outputs[copy.output].nbytes
-        offsets, positions = slab.segment_offsets(copy.segment), slab.positions
+        """Where each row of the slab goes first."""
+        if isinstance(slab, RunSlab) and self._is_one_stretch(copy, slab):
+            return self._stretches(copy, slab)
+        offsets = slab.segment_offsets(copy.segment)
         if isinstance(offsets, Spacing):
-            starts: Iterable[int] = count(first := offsets.first + copy.segment_start, offsets.step)
-            if isinstance(positions, slice) and self._is_one_stretch(copy, slab):
-                return [(first, memory[positions.start * step : positions.stop * step])]
+            starts: Iterable[int] = count(offsets.first + copy.segment_start, offsets.step)
         else:
             starts = (offsets + copy.segment_start).tolist()
-        rows = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
-        targets = (rows * step + copy.output_start).tolist()
-        return [(start, memory[at : at + copy.nbytes]) for start, at in zip(starts, targets, strict=False)]
+        return list(zip(starts, self._targets(copy, _first_positions(slab)), strict=False))
+
+    def _stretches(self, copy: Copy, slab: RunSlab) -> Iterable[Place]:
+        """Rows that follow each other in the field too."""
+        memory, step = self._memories[copy.output].data, copy.nbytes
+        first = slab.segment_offsets(copy.segment).first + copy.segment_start
+        return [(first, memory[slab.positions.start * step : slab.positions.stop * step])]
+
+    def _targets(self, copy: Copy, positions: Rows) -> list[memoryview]:
+        """The memory of these rows of the batch."""
+        memory, step = self._memories[copy.output].data, self._spec.outputs[copy.output].nbytes
+        return [memory[at : at + copy.nbytes] for at in (positions * step + copy.output_start).tolist()]
+
+    def _repeat(self, copy: Copy, again: tuple[Rows, Rows]) -> None:
+        """Copy rows that are there to their further places."""
+        further, first = again
+        if len(further):
+            rows = self._rows_of(copy)
+            rows[further] = rows[first]
 
     def seal(self) -> None:
         """Nothing is left to do."""
@@ -247,7 +270,7 @@ class StridedBatch:
             if only is not None and number != only:
                 continue
             rows = _items(self._bytes, segment.nbytes, self._segments[number], self._period)
-            _copy_rows(slab, number, 0, stream, rows)
+            copy_rows(slab, number, 0, stream, rows)
 
     def seal(self) -> None:
         """Copy together the fields that lie in parts."""
@@ -293,7 +316,31 @@ def _items(memory: Bytes, nbytes: int, offset: int, stride: int) -> npt.NDArray[
     return np.ndarray((count,), f"V{nbytes}", memory, offset, (stride,))
 
 
-def _copy_rows(slab: Slab, segment: int, start: int, stream: Bytes, rows: npt.NDArray[np.void]) -> None:
+def _positions(slab: Slab) -> Rows:
+    positions = slab.positions
+    return np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
+
+
+def _first_positions(slab: Slab) -> Rows:
+    """The first place in the batch of each of the slab's rows."""
+    positions = _positions(slab)
+    if slab.sources is None:
+        return positions
+    first = np.empty(len(slab.rows), dtype=np.int64)
+    first[slab.sources[::-1]] = positions[::-1]  # of several values for one index numpy keeps the last
+    return first
+
+
+def repeats(slab: Slab) -> tuple[Rows, Rows]:
+    """The further places of rows that are wanted more than once, and the first place of the row of each."""
+    if slab.sources is None:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    positions, first = _positions(slab), _first_positions(slab)[slab.sources]
+    again = positions != first
+    return positions[again], first[again]
+
+
+def copy_rows(slab: Slab, segment: int, start: int, stream: Bytes, rows: npt.NDArray[np.void]) -> None:
     """Move bytes of every row of the slab, from `start` in a segment on, to its place in `rows`."""
     offsets = slab.segment_offsets(segment)
     if isinstance(offsets, Spacing):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from td_datapipes.assemble import LONG_BYTES, ContiguousBatch, Place, new_field
+from td_datapipes.assemble import LONG_BYTES, ContiguousBatch, Place, copy_rows, new_field, repeats
 from td_datapipes.memory import MemoryPool
 from td_datapipes.read_spec import Copy, ReadSpec, Rows
 from td_datapipes.schema import Key
-from td_datapipes.slabs import RunSlab, Slab, Spacing
+from td_datapipes.slabs import RunSlab, Slab
 
 __all__ = ["JointBatch"]
 
@@ -53,39 +53,41 @@ class JointBatch(ContiguousBatch):
 
     def take(self, slab: Slab, stream: Bytes) -> None:
         """Copy the slab's rows out: of long fields row by row."""
-        self._copy_fields(slab, stream, lambda copy: copy.output not in self._apart)
-        for copy, _ in self._copies_of(slab):
-            if copy.output in self._apart:
-                for start, place in self._places_of(copy, slab):
-                    place[:] = stream.data[start : start + len(place)]
+        again = repeats(slab)
+        for copy, rows in self._copies_of(slab):
+            if copy.output not in self._apart:
+                copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
+                continue
+            for start, place in self._places_of(copy, slab):
+                place[:] = stream.data[start : start + len(place)]
+            self._repeat(copy, again)
 
-    def _places_of(self, copy: Copy, slab: Slab) -> Iterator[Place]:
+    def _stretches(self, copy: Copy, slab: RunSlab) -> Iterable[Place]:
+        """One place a batch."""
         if copy.output not in self._apart:
-            yield from super()._places_of(copy, slab)
+            yield from super()._stretches(copy, slab)
             return
-        memories = [memory.data for _, memory in self._apart[copy.output]]
-        step = self._spec.outputs[copy.output].nbytes
-        offsets, positions = slab.segment_offsets(copy.segment), slab.positions
-        if isinstance(slab, RunSlab) and self._is_one_stretch(copy, slab):
-            yield from self._stretches(memories, slab.positions, slab.segment_offsets(copy.segment), copy, step)
-            return
-        if isinstance(offsets, Spacing):
-            offsets = offsets.first + offsets.step * np.arange(len(slab.rows))
-        if slab.sources is not None:
-            offsets = offsets[slab.sources]
-        rows = np.arange(positions.start, positions.stop) if isinstance(positions, slice) else positions
-        batch_of: Rows = np.searchsorted(self._bounds, rows, side="right") - 1
-        targets = (rows - self._bounds[batch_of]) * step + copy.output_start
-        starts = offsets + copy.segment_start
-        for start, batch, at in zip(starts.tolist(), batch_of.tolist(), targets.tolist(), strict=True):
-            yield start, memories[batch][at : at + copy.nbytes]
-
-    def _stretches(
-        self, memories: Sequence[memoryview], positions: slice, offsets: Spacing, copy: Copy, step: int
-    ) -> Iterator[Place]:
-        """Rows that follow each other in the fields too: one place a batch."""
-        first = offsets.first + copy.segment_start
-        for memory, (low, high) in zip(memories, pairwise(self._bounds.tolist()), strict=True):
+        positions, step = slab.positions, copy.nbytes
+        first = slab.segment_offsets(copy.segment).first + copy.segment_start
+        for (_, memory), (low, high) in zip(self._apart[copy.output], pairwise(self._bounds.tolist()), strict=True):
             begin, stop = max(low, positions.start), min(high, positions.stop)
             if begin < stop:
-                yield first + (begin - positions.start) * step, memory[(begin - low) * step : (stop - low) * step]
+                place = memory.data[(begin - low) * step : (stop - low) * step]
+                yield first + (begin - positions.start) * step, place
+
+    def _targets(self, copy: Copy, positions: Rows) -> list[memoryview]:
+        if copy.output not in self._apart:
+            return super()._targets(copy, positions)
+        memories = [memory.data for _, memory in self._apart[copy.output]]
+        batch_of: Rows = np.searchsorted(self._bounds, positions, side="right") - 1
+        step = self._spec.outputs[copy.output].nbytes
+        starts = (positions - self._bounds[batch_of]) * step + copy.output_start
+        pairs = zip(batch_of.tolist(), starts.tolist(), strict=True)
+        return [memories[batch][at : at + copy.nbytes] for batch, at in pairs]
+
+    def _repeat(self, copy: Copy, again: tuple[Rows, Rows]) -> None:
+        if copy.output not in self._apart:
+            super()._repeat(copy, again)
+            return
+        for further, first in zip(*(self._targets(copy, positions) for positions in again), strict=True):
+            further[:] = first

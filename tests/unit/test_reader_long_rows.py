@@ -32,6 +32,7 @@ PLAIN = ChunksInMemory(TD.select("c").apply(lambda field: field[:, :6000]), chun
 
 IN_ORDER, FROM_WITHIN, SCATTERED = list(range(ROWS)), list(range(3, 66)), [*range(0, ROWS, 2), 69, 1]
 MIXED_UP = [int(row) for row in np.random.default_rng(2).permutation(ROWS)]
+REPEATED = [*MIXED_UP[:40], 5, 5, *MIXED_UP[20:], 5]
 CASES: list[tuple[list[int], Strategy]] = [
     (IN_ORDER, "covering"),
     (FROM_WITHIN, "auto"),
@@ -41,6 +42,8 @@ CASES: list[tuple[list[int], Strategy]] = [
     (IN_ORDER, "pipelined"),
     ([*IN_ORDER, 5], "covering"),
     (IN_ORDER, "lua"),
+    (REPEATED, "pipelined"),
+    (REPEATED, "covering"),
 ]
 
 
@@ -101,6 +104,14 @@ def test_the_rows_are_right_wherever_the_stream_is_cut(
         [min(edge + shift, len(stream)) for edge in edges(chunks, plan) for shift in (0, 1)],
     ):
         assert_rows(chunks, read(chunks, plan, cut(stream, list(positions)), strided=strided), rows)
+
+
+@pytest.mark.parametrize("strategy", ["covering", "pipelined"])
+def test_a_row_that_is_wanted_again_is_received_once_and_where_it_belongs(strategy: Strategy) -> None:
+    plan = plan_of(MIXED, REPEATED, strategy)
+    sink = make_sink(plan, MIXED.spec(), MemoryPool(), strided=False, pin_memory=False)
+    places = [place for slab in plan.slabs for place in sink.places(slab) or []]
+    assert len(places) == 2 * len(set(REPEATED))  # of the two long fields
 
 
 @pytest.mark.parametrize("strategy", ["covering", "pipelined"])
