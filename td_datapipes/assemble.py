@@ -162,8 +162,8 @@ class ContiguousBatch:
         )
 
     def _copies_of(self, slab: Slab) -> Iterator[tuple[Copy, npt.NDArray[np.void]]]:
-        only = slab.only if isinstance(slab, RunSlab) else None
-        return (pair for pair in self._copies if only is None or pair[0].segment == only)
+        held = slab.held
+        return (pair for pair in self._copies if held is None or pair[0].segment in held)
 
     def _is_placed(self, copy: Copy, slab: Slab) -> bool:
         return copy.nbytes >= LONG_BYTES or self._is_one_stretch(copy, slab)
@@ -219,7 +219,7 @@ class StridedBatch:
         self._pin_memory = pin_memory
         self._runs = bool(plan.slabs) and all(isinstance(slab, RunSlab) and slab.only is None for slab in plan.slabs)
         self._direct = spec.aligned and all(
-            isinstance(slab, PeriodicSlab) and slab.sources is None for slab in plan.slabs
+            isinstance(slab, PeriodicSlab) and slab.sources is None and slab.held is None for slab in plan.slabs
         )
         if self._runs:
             first = spec.segments[0]
@@ -265,9 +265,9 @@ class StridedBatch:
         """Nothing where the stream is the batch; else move the records, segment by segment."""
         if self._direct and not self._runs and isinstance(slab.positions, slice):
             return
-        only = slab.only if isinstance(slab, RunSlab) else None
+        held = slab.held
         for number, segment in enumerate(self._spec.segments):
-            if only is not None and number != only:
+            if held is not None and number not in held:
                 continue
             rows = _items(self._bytes, segment.nbytes, self._segments[number], self._period)
             copy_rows(slab, number, 0, stream, rows)

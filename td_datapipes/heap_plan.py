@@ -65,6 +65,7 @@ class HeapSlab:
     lengths: Rows
     prefix: bytes = b""
     sources: None = None
+    held: None = None
 
     @property
     def positions(self) -> slice:

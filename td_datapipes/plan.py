@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from td_datapipes.column_spans import span_slab, spanned_segments
 from td_datapipes.cost import ReadCost
 from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, Rows, frame_headers, segment_addresses
 from td_datapipes.slabs import ColumnSlab, CoveringSlab, PeriodicSlab, Ranges, RunSlab, Slab
@@ -94,10 +95,13 @@ def plan_read(
             runs = [_run_slabs(rows, spec, slab_bytes, only) for only in range(len(spec.segments))]
             return ReadPlan(num_rows=len(rows), slabs=tuple(chain.from_iterable(runs)), strategy="covering")
     ordered = np.sort(rows)
+    spanned: tuple[int, ...] = ()
     if strategy == "auto":
         strategy = _choose(ordered, spec, max_gap_bytes)
+        if strategy == "pipelined":
+            spanned = spanned_segments(ordered, spec, max_gap_bytes, slab_bytes)
     if strategy == "pipelined":
-        slabs = _pipelined_slabs(rows, ordered, spec, slab_bytes)
+        slabs = _pipelined_slabs(rows, ordered, spec, slab_bytes, spanned)
     elif strategy == "lua" and _has_columns(rows, spec, int(ordered[-1]), atomic=atomic):
         slabs = _column_slabs(rows, ordered, spec, slab_bytes, atomic=atomic)
     else:
@@ -140,19 +144,22 @@ def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int, only: int | None = N
 
 
 def _choose(ordered: Rows, spec: ReadSpec, max_gap_bytes: int) -> Strategy:
-    """Covering if it saves a quarter of the ranges: it pays a sort, and finer copies, for what it saves.
+    """Covering if it saves two fifths of what ranges cost: it pays a sort, and finer copies, for what it saves.
 
-    And a sixteenth of the time: beside long rows, what a range costs is little. Scattered batches are the common case,
-    so this looks at sorted neighbours only: a gap that can be closed is one range less. Chunk borders and gaps within
-    a row, which it leaves out, hardly ever decide.
+    Longer ranges cost a server more than short ones, too. And a sixteenth of the time: beside long rows, what a range
+    costs is little. Scattered batches are the common case, so this looks at sorted neighbours only: a gap that can be
+    closed is one range less, and its bytes more. Chunk borders and gaps within a row, which it leaves out, hardly ever
+    decide.
     """
     if len(ordered) == 1:
         return "covering"
     widest = max(layout.stride_bytes for layout in spec.layouts)
-    closable = np.count_nonzero(ordered[1:] - ordered[:-1] <= (max_gap_bytes + spec.row_bytes) // widest)
-    saved = int(closable)
-    pays = 16 * saved * max_gap_bytes >= len(ordered) * (max_gap_bytes + spec.row_bytes)
-    return "covering" if pays and 4 * saved >= len(ordered) else "pipelined"
+    steps = ordered[1:] - ordered[:-1]
+    closable = steps[steps <= (max_gap_bytes + spec.row_bytes) // widest]
+    # A range is worth the bytes of the longest gap that pays.
+    saved = len(closable) * (max_gap_bytes + spec.row_bytes) - int(closable.sum()) * widest
+    pays = 16 * saved >= len(ordered) * (max_gap_bytes + spec.row_bytes)
+    return "covering" if pays and 5 * saved >= 2 * len(ordered) * max_gap_bytes else "pipelined"
 
 
 def _sorted_unique(rows: Rows) -> tuple[Rows | None, Rows]:
@@ -166,10 +173,20 @@ def _sorted_unique(rows: Rows) -> tuple[Rows | None, Rows]:
     return order, ordered[first]
 
 
-def _pipelined_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int) -> Iterator[Slab]:
-    """One range a row and segment, in the order asked for; a repeated row is asked for where it first appears."""
-    for part, positions, sources in _cut_as_asked(rows, ordered, max(1, slab_bytes // spec.period_bytes)):
-        yield PeriodicSlab(rows=part, spec=spec, positions=positions, sources=sources)
+def _pipelined_slabs(
+    rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int, spanned: tuple[int, ...]
+) -> Iterator[Slab]:
+    """One range a row and segment, in the order asked for; a repeated row is asked for where it first appears.
+
+    Segments that are `spanned` come behind them, one range each.
+    """
+    held, singly = spec.without(spanned) if spanned else (None, spec)
+    if singly.segments:
+        for part, positions, sources in _cut_as_asked(rows, ordered, max(1, slab_bytes // singly.period_bytes)):
+            yield PeriodicSlab(rows=part, spec=singly, positions=positions, sources=sources, held=held)
+    if spanned:
+        for part, positions, sources in _cut_as_asked(rows, ordered, len(rows)):
+            yield span_slab(part, positions, sources, spec, spanned)
 
 
 def _column_slabs(rows: Rows, ordered: Rows, spec: ReadSpec, slab_bytes: int, *, atomic: bool) -> Iterator[Slab]:

@@ -7,7 +7,7 @@ A `ReadSpec` says what a row of the wanted fields is: *segments*, the byte inter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -135,6 +135,27 @@ class ReadSpec:
             and len({segment.group for segment in self.segments}) == len(self.segments)
             and all(layout.pieces == 1 and last_row < layout.records_per_chunk for layout in layouts)
         )
+
+    @cached_property
+    def columns(self) -> tuple[int, ...]:
+        """Segments that are alone in their group, whose records are not cut: their numbers, the shortest rows first."""
+        groups = [segment.group for segment in self.segments]
+        alone = [number for number, group in enumerate(groups) if groups.count(group) == 1]
+        strides = {number: self.layouts[groups[number]].stride_bytes for number in alone}
+        return tuple(sorted((n for n in alone if self.layouts[groups[n]].pieces == 1), key=strides.__getitem__))
+
+    def without(self, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], ReadSpec]:
+        """The other segments: their numbers, and a spec of just these, the same each time. It copies nothing."""
+        found = self._parts.get(numbers)
+        if found is None:
+            kept = tuple(number for number in range(len(self.segments)) if number not in numbers)
+            segments = tuple(self.segments[number] for number in kept)
+            found = self._parts[numbers] = kept, replace(self, segments=segments, copies=())
+        return found
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], ReadSpec]]:
+        return {}
 
     def closed_singly(self, max_gap_bytes: int) -> bool:
         """The same group by group: each has one segment, and next to nothing between the rows' parts of it."""

@@ -34,6 +34,7 @@ class Slab(Protocol):
         num_bytes: payload bytes it asks for.
         positions: the batch rows filled from it: a slice, or one index a row filled.
         sources: which row of the slab fills each of `positions`; None where they go one to one, in order.
+        held: the numbers of the segments it holds of each row; None where it holds them all.
     """
 
     @property
@@ -50,6 +51,8 @@ class Slab(Protocol):
     def positions(self) -> slice | Rows: ...
     @property
     def sources(self) -> Rows | None: ...
+    @property
+    def held(self) -> tuple[int, ...] | None: ...
 
     def ranges(self) -> Ranges:
         """The ranges in the order of their replies."""
@@ -78,13 +81,18 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicSlab:
-    """A range of its own for every row and segment: the replies are one period a row, in order (a `Slab`)."""
+    """A range of its own for every row and segment: the replies are one period a row, in order (a `Slab`).
+
+    Attributes:
+        spec: of the segments it holds.
+    """
 
     rows: Rows
     spec: ReadSpec
     positions: slice | Rows
     sources: Rows | None
     prefix: bytes = b""
+    held: tuple[int, ...] | None = None
 
     @property
     def stream_bytes(self) -> int:
@@ -112,7 +120,8 @@ class PeriodicSlab:
         )
 
     def segment_offsets(self, segment: int) -> Spacing:
-        return Spacing(self.spec.segment_starts[segment], self.spec.period_bytes)
+        number = segment if self.held is None else self.held.index(segment)
+        return Spacing(self.spec.segment_starts[number], self.spec.period_bytes)
 
     @property
     def row_step_bytes(self) -> int:
@@ -130,7 +139,7 @@ class PeriodicSlab:
             kept: slice | Rows = slice(positions.start + begin, positions.start + stop)
         else:
             kept = positions[begin:stop]
-        return PeriodicSlab(rows=self.rows[begin:stop], spec=self.spec, positions=kept, sources=None)
+        return PeriodicSlab(rows=self.rows[begin:stop], spec=self.spec, positions=kept, sources=None, held=self.held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,7 @@ class ColumnSlab:
     spec: ReadSpec
     positions: slice | Rows
     sources: Rows | None
+    held: None = None
 
     @property
     def prefix(self) -> bytes:
@@ -199,6 +209,10 @@ class RunSlab:
     prefix: bytes = b""
     num_ranges: int = 1
     only: int | None = None
+
+    @property
+    def held(self) -> tuple[int, ...] | None:
+        return None if self.only is None else (self.only,)
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -257,7 +271,8 @@ class CoveringSlab:
     """Ranges that each cover several rows and the gaps between them (a `Slab`).
 
     Attributes:
-        offsets: for each segment, where it starts in the reply stream: evenly spaced, or one offset a row.
+        offsets: for each segment, where it starts in the reply stream: evenly spaced, or one offset a row; of one that
+            it does not hold, anything.
     """
 
     rows: Rows
@@ -268,6 +283,7 @@ class CoveringSlab:
     offsets: tuple[Spacing | Rows, ...]
     positions: slice | Rows
     sources: Rows | None
+    held: tuple[int, ...] | None = None
 
     @property
     def num_ranges(self) -> int:

@@ -7,6 +7,7 @@ any other, and fills the same places of the batch. A row has all its bytes at on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -54,7 +55,7 @@ def _split_periodic(slab: PeriodicSlab, owners: ChunkOwners) -> Iterator[tuple[i
     filled = bounds if sources is None else sources.searchsorted(bounds).tolist()
     for (begin, stop), (low, high) in zip(pairwise(bounds), pairwise(filled), strict=True):
         of_part = None if sources is None else sources[low:high] - begin
-        part = PeriodicSlab(rows=rows[begin:stop], spec=slab.spec, positions=positions[low:high], sources=of_part)
+        part = replace(slab, rows=rows[begin:stop], positions=positions[low:high], sources=of_part)
         yield int(numbers[begin]), part
 
 

@@ -413,8 +413,9 @@ class RowReader:
             return
         if plan.strategy == "lua" or self._may_use_lua(plan):
             self.costs.compare(plan.strategy, plan.num_rows, seconds)
-        if not self.costs.settled and plan.strategy != "lua":
-            self.costs.observe(plan.num_ranges, plan.num_bytes, seconds)
+        if plan.strategy != "lua":
+            covering = plan.strategy == "covering"
+            self.costs.observe(plan.num_ranges, plan.num_bytes, seconds, covering=covering)
 
     @property
     def _failed(self) -> FailedRead:

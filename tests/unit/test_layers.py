@@ -27,6 +27,7 @@ LAYERS = (
     "cost",
     "read_spec",
     "slabs",
+    "column_spans",
     "plan",
     "split",
     "heap_plan",

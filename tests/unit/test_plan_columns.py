@@ -14,7 +14,7 @@ from rows_in_memory import random_rows
 from test_plan import check_batch, check_economy, cost_with_gap, rows_of
 from test_requests import asked_by, expected
 
-from td_datapipes.cost import ReadCost
+from td_datapipes.cost import CostModel, ReadCost
 from td_datapipes.errors import ConfigurationError
 from td_datapipes.manifest import ChunkLayout
 from td_datapipes.plan import MAX_LUA_RANGES, RUN_BYTES, STRATEGIES, Strategy, plan_read
@@ -197,3 +197,57 @@ def test_long_ranges_that_have_to_be_read_in_one_step_are_a_transaction() -> Non
     assert request.count(b"GETRANGE") == 6
     short = plan_read(rows, column_spec([40, 10], 1000), ReadCost(), strategy="lua", slab_bytes=64, atomic=True)
     assert [slab.prefix for slab in short.slabs] == [b"*2\r\n"]
+
+
+def scattered(num_rows: int, wanted: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).choice(num_rows, wanted, replace=False).astype(np.int64)
+
+
+def test_what_was_learnt_from_whole_reads_does_not_cover_scattered_rows() -> None:
+    model = CostModel()
+    for _ in range(100):
+        model.observe(1, 2_560_000, 0.8e-3)
+        model.observe(5, 12_800_000, 4e-3)
+    plan = plan_read(
+        scattered(10_000, 256), column_spec([256] * 5, 10_000), model.cost, strategy="auto", slab_bytes=1 << 20
+    )
+    assert (plan.strategy, plan.num_ranges) == ("pipelined", 5 * 256)
+
+
+def test_short_columns_come_as_one_range_beside_long_ones() -> None:
+    spec, rows = column_spec([68, 4, 900, 8], 50_000), scattered(50_000, 256)
+    plan = plan_read(rows, spec, cost_with_gap(5000), strategy="auto", slab_bytes=1 << 20)
+    *singly, together = plan.slabs
+    assert all(isinstance(slab, PeriodicSlab) for slab in singly)
+    assert plan.num_ranges == 2 * 256 + 2
+    assert (together.held, together.num_ranges) == ((1, 3), 2)
+    span = int(rows.max() - rows.min())
+    assert together.num_bytes == span * 4 + 4 + span * 8 + 8
+    forced = plan_read(rows, spec, cost_with_gap(5000), strategy="pipelined", slab_bytes=1 << 20)
+    assert forced.num_ranges == 4 * 256
+
+
+def test_a_column_is_not_read_whole_for_few_rows_or_many_bytes() -> None:
+    for sizes, wanted in (([4, 900], 20), ([64, 900], 256)):
+        spec = column_spec(sizes, 50_000)
+        plan = plan_read(scattered(50_000, wanted), spec, ReadCost(), strategy="auto", slab_bytes=1 << 20)
+        assert plan.num_ranges == 2 * wanted
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 299), min_size=40, max_size=90),
+    keys=st.sampled_from([None, ["a"], ["a", "long"], ["n"], ["none", "a"]]),
+    slab_bytes=st.sampled_from([700, 6000, 1 << 20]),
+    strided=st.booleans(),
+    step=st.sampled_from([1, 7]),
+)
+def test_spans_give_the_references_rows(rows: list[int], keys: Any, slab_bytes: int, strided: bool, step: int) -> None:
+    rows = [row // step * step for row in rows]
+    spec = STORE.spec(keys)
+    for gap in (256, 700, 3000):
+        plan = plan_read(rows_of(rows), spec, cost_with_gap(gap), strategy="auto", slab_bytes=slab_bytes)
+        check_batch(STORE, plan, spec, rows, strided=strided)
+        distinct = len(set(rows))
+        extra = plan.num_bytes - distinct * spec.row_bytes
+        assert extra <= gap * (distinct * len(spec.segments) - plan.num_ranges)
