@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from td_datapipes.memory import MemoryPool
-from td_datapipes.mesh import Box
+from td_datapipes.mesh import Box, contiguous_strides
 from td_datapipes.schema import format_key
 from td_datapipes.transfer.agreement import Agreement
-from td_datapipes.transfer.contents import contiguous_strides
 from td_datapipes.transfer.link import Link, Operation
 from td_datapipes.transfer.messages import WINDOW, Message, Program, Stage
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from td_datapipes.errors import ConfigurationError, ProtocolError, SchemaError
-from td_datapipes.mesh import MeshSpec, Placements, local_box
+from td_datapipes.mesh import MeshSpec, Placements, contiguous_strides, local_box
 from td_datapipes.schema import Key, dtype_name, format_key
 from td_datapipes.transfer.agreement import AgreedField, Agreement
 from td_datapipes.transfer.declaration import FieldSpec, NodeSpec, Sent
 
-__all__ = ["Contents", "build", "contiguous_strides", "decode_values", "encode_values", "whole_of"]
+__all__ = ["Contents", "build", "decode_values", "encode_values", "whole_of"]
 
 _MARKS = (NonTensorData, NonTensorStack)
 
@@ -200,16 +200,6 @@ def _spec(mesh: DeviceMesh, placements: Placements, size: torch.Size, dtype: tor
         meta = TensorMeta(shape=size, stride=contiguous_strides(size), dtype=dtype)
         _specs[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
     return _specs[key]
-
-
-@lru_cache(maxsize=4096)
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def build(
