@@ -13,7 +13,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from td_datapipes.errors import ConfigurationError, SchemaError
 from td_datapipes.held_batch import HeldBatch, Holding, Mode, decide_held
-from td_datapipes.mesh import AxisPlacement, MeshSpec
+from td_datapipes.mesh import AxisPlacement, MeshSpec, contiguous_strides
 from td_datapipes.placement import Placement
 from td_datapipes.rank_agreement import (
     RankReport,
@@ -200,7 +200,7 @@ class DTensorCollate:
                 held.shares[key].placements,
                 run_check=False,
                 shape=torch.Size(shape),
-                stride=_contiguous_strides(shape),
+                stride=contiguous_strides(shape),
             )
         return self._tree(batch, (), placed, held.num_rows)
 
@@ -308,11 +308,3 @@ def copy_in_one(tensors: Mapping[Key, torch.Tensor], device: str) -> dict[Key, t
         )
         for key, tensor in tensors.items()
     }
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

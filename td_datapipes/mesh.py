@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "Box",
     "MeshSpec",
     "Placements",
+    "contiguous_strides",
     "local_box",
     "normalise_placements",
     "shard_bounds",
@@ -156,6 +158,16 @@ def shard_bounds(size: int, num_shards: int, index: int) -> tuple[int, int]:
     step = -(-size // num_shards)
     start = min(index * step, size)
     return start, min(start + step, size)
+
+
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def local_box(

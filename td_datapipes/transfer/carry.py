@@ -11,16 +11,66 @@ from typing import Any
 import torch
 
 from td_datapipes.memory import MemoryPool
-from td_datapipes.mesh import Box
+from td_datapipes.mesh import Box, contiguous_strides
 from td_datapipes.schema import format_key
 from td_datapipes.transfer.agreement import Agreement
-from td_datapipes.transfer.contents import contiguous_strides
 from td_datapipes.transfer.link import Link, Operation
 from td_datapipes.transfer.messages import WINDOW, Message, Program, Stage
 
-__all__ = ["Carrier"]
+__all__ = ["Carrier", "Course"]
 
 _ALIGNMENT_BYTES = 64
+_MOST_VIEWS = 64
+
+
+class Course:
+    """What a rank does in every transfer of an agreement, worked out once.
+
+    Args:
+        agreement: of all ranks.
+        program: this rank's part.
+    """
+
+    def __init__(self, agreement: Agreement, program: Program) -> None:
+        self.agreement = agreement
+        self.program = program
+        self._places: list[tuple[torch.dtype, tuple[int, ...], int]] = []
+        self.received_nbytes = 0
+        for field, shape in zip(agreement.fields, program.dst_shapes, strict=bool(program.dst_shapes)):
+            dtype = field.spec.dtype
+            self._places.append((dtype, shape, self.received_nbytes))
+            size = math.prod(shape) * dtype.itemsize
+            self.received_nbytes += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        targets = self.split(torch.empty(self.received_nbytes, dtype=torch.uint8, device="meta"))
+        arriving = [message for stage in program.stages for _, message in stage.recvs]
+        self._starts = {id(message): _start_of(message, targets) for message in arriving}
+
+    def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """A contiguous tensor a field, all of them in one stretch of memory of `received_nbytes`."""
+        of_dtype: dict[torch.dtype, torch.Tensor] = {}
+        targets = []
+        for dtype, shape, start in self._places:
+            if 0 in shape:  # no bytes cannot be viewed as another dtype
+                targets.append(torch.empty(shape, dtype=dtype, device=memory.device))
+                continue
+            if dtype not in of_dtype:
+                of_dtype[dtype] = memory.view(dtype)
+            targets.append(of_dtype[dtype].as_strided(shape, contiguous_strides(shape), start // dtype.itemsize))
+        return targets
+
+    def start_of(self, message: Message) -> int | None:
+        """The byte of that memory from which on a message fills it; None if its parts lie otherwise there."""
+        return self._starts[id(message)]
+
+    def views(self, message: Message, staged: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a message in staging memory."""
+        found, start = [], 0
+        for item in message.items:
+            dtype = self.agreement.fields[item.field].spec.dtype
+            shape = tuple(stop - low for low, stop in item.src)
+            found.append(staged[start : start + item.nbytes].view(dtype).view(shape))
+            start += item.nbytes
+        return found
 
 
 class Carrier:
@@ -31,56 +81,28 @@ class Carrier:
     """
 
     def __init__(self, link: Link) -> None:
-        self._link = link
+        self.link = link
         self._pool = MemoryPool()
         self._free: list[torch.Tensor] = []
+        self._views: dict[tuple[int, int], tuple[Message, torch.Tensor, list[torch.Tensor]]] = {}
 
-    def new_targets(self, agreement: Agreement, program: Program) -> list[torch.Tensor]:
-        """Memory for what arrives: a contiguous tensor a field, all of them in one stretch."""
-        sizes = [
-            math.prod(shape) * field.spec.dtype.itemsize
-            for field, shape in zip(agreement.fields, program.dst_shapes, strict=bool(program.dst_shapes))
-        ]
-        starts, end = [], 0
-        for size in sizes:
-            starts.append(end)
-            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if self._link.device.type == "cpu":
-            memory = torch.from_numpy(self._pool.take(end))
-        else:
-            memory = torch.empty(end, dtype=torch.uint8, device=self._link.device)
-        of_dtype: dict[torch.dtype, torch.Tensor] = {}
-        targets = []
-        for field, shape, start, size in zip(agreement.fields, program.dst_shapes, starts, sizes, strict=False):
-            dtype = field.spec.dtype
-            if not size:  # no bytes cannot be viewed as another dtype
-                targets.append(torch.empty(shape, dtype=dtype, device=memory.device))
-                continue
-            if dtype not in of_dtype:
-                of_dtype[dtype] = memory.view(dtype)
-            targets.append(of_dtype[dtype].as_strided(shape, contiguous_strides(shape), start // dtype.itemsize))
-        return targets
-
-    def carry(
-        self,
-        agreement: Agreement,
-        program: Program,
-        sources: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-        deadline: float,
-    ) -> None:
+    def carry(self, course: Course, sources: Sequence[torch.Tensor], deadline: float) -> list[torch.Tensor]:
         """Send and receive all of it.
 
         Args:
-            agreement: of the transfer.
-            program: this rank's part.
-            sources: its local tensors, contiguous; empty on a rank that only receives.
-            targets: to be filled; empty on a rank that only sends.
+            course: of the transfer.
+            sources: this rank's local tensors, contiguous; empty on a rank that only receives.
             deadline: on `time.monotonic`'s clock.
+
+        Returns:
+            What arrived, a local tensor a field; empty on a rank that only sends.
 
         Raises:
             PeerTimeoutError: a peer did not take part in time, or is gone; names it, the fields and the strategy.
         """
+        program = course.program
+        memory = self.new_memory(course.received_nbytes)
+        targets = course.split(memory)
         for copy in program.copies:
             targets[copy.field][_index(copy.dst)].copy_(sources[copy.field][_index(copy.src)])
         posted: deque[_Posted] = deque()
@@ -88,39 +110,49 @@ class Carrier:
             for stage in program.stages:
                 if len(posted) == WINDOW:
                     posted.popleft().finish(deadline)
-                posted.append(_Posted(self, agreement, stage, sources, targets, deadline))
+                posted.append(_Posted(self, course, stage, sources, targets, memory, deadline))
         finally:
             # Also after a failure: no handle is left behind, and no memory that somebody still writes to.
-            self._finish_all(posted, deadline)
+            _finish_all(posted, deadline)
+        return targets
 
-    def _finish_all(self, posted: deque[_Posted], deadline: float) -> None:
-        failed: BaseException | None = None
-        while posted:
-            try:
-                posted.popleft().finish(deadline)
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+    def new_memory(self, nbytes: int) -> torch.Tensor:
+        """Memory for what arrives."""
+        if self.link.device.type == "cpu":
+            return torch.from_numpy(self._pool.take(nbytes))
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Staging memory of at least that size."""
         for place, memory in enumerate(self._free):
             if nbytes <= len(memory):
                 return self._free.pop(place)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._link.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Let it be used again."""
         self._free.append(memory)
 
-    def post(self, operations: Sequence[Operation], deadline: float) -> list[tuple[Operation, Any]]:
-        """As the link's."""
-        return self._link.post(operations, deadline)
+    def views(self, course: Course, message: Message, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a message in that staging memory: kept, since making them takes longer than filling them."""
+        key = (id(message), id(memory))
+        if key not in self._views:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            # The message and the memory with them, so that the ids stay theirs.
+            self._views[key] = message, memory, course.views(message, memory)
+        return self._views[key][2]
 
-    def finish(self, begun: Sequence[tuple[Operation, Any]], deadline: float) -> None:
-        """As the link's."""
-        self._link.finish(begun, deadline)
+
+def _finish_all(posted: deque[_Posted], deadline: float) -> None:
+    failed: BaseException | None = None
+    while posted:
+        try:
+            posted.popleft().finish(deadline)
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 class _Posted:
@@ -129,52 +161,42 @@ class _Posted:
     def __init__(
         self,
         carrier: Carrier,
-        agreement: Agreement,
+        course: Course,
         stage: Stage,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
+        memory: torch.Tensor,
         deadline: float,
     ) -> None:
         self._carrier = carrier
-        self._agreement = agreement
+        self._course = course
         self._targets = targets
+        self._memory = memory
         self._staging: list[torch.Tensor] = []
         self._arriving: list[tuple[Message, torch.Tensor]] = []
         operations = [self._receiving(peer, message) for peer, message in stage.recvs]
         operations += [self._sending(peer, message, sources) for peer, message in stage.sends]
-        self._begun = carrier.post(operations, deadline)
+        self._begun: list[tuple[Operation, Any]] = carrier.link.post(operations, deadline)
 
     def finish(self, deadline: float) -> None:
         """Await it, and put what arrived where it belongs."""
-        self._carrier.finish(self._begun, deadline)
-        for message, staged in self._arriving:
-            for part, view in self._parts(message, staged):
-                self._targets[part.field][_index(part.dst)].copy_(view)
+        self._carrier.link.finish(self._begun, deadline)
+        for message, memory in self._arriving:
+            wheres = [self._targets[item.field][_index(item.dst)] for item in message.items]
+            torch._foreach_copy_(wheres, self._carrier.views(self._course, message, memory))
         for memory in self._staging:
             self._carrier.give_back(memory)
 
     def _receiving(self, peer: int, message: Message) -> Operation:
-        data = self._stretch(message)
-        if data is None:
-            data = self._staged(message)
-            self._arriving.append((message, data))
-        return Operation(
-            peer=peer, sends=False, data=data, what=partial(_describe, self._agreement, message, "receiving")
-        )
-
-    def _stretch(self, message: Message) -> torch.Tensor | None:
-        """The memory that a message fills, if its parts lie there one behind the other as they do in the message."""
-        (item, *others) = message.items
-        where = self._targets[item.field][_index(item.dst)]
-        if not where.is_contiguous():
-            return None
-        end = where.data_ptr() + item.nbytes
-        for other in others:
-            whole = self._targets[other.field]
-            if whole.data_ptr() != end or whole.nbytes != other.nbytes:
-                return None
-            end += other.nbytes
-        return _as_bytes(where).as_strided((message.nbytes,), (1,))
+        start = self._course.start_of(message)
+        if start is None:
+            memory = self._staged(message)
+            self._arriving.append((message, memory))
+            data = memory[: message.nbytes]
+        else:
+            data = self._memory[start : start + message.nbytes]
+        what = partial(_describe, self._course.agreement, message, "receiving")
+        return Operation(peer=peer, sends=False, data=data, what=what)
 
     def _sending(self, peer: int, message: Message, sources: Sequence[torch.Tensor]) -> Operation:
         parts = [
@@ -182,29 +204,34 @@ class _Posted:
             for item in message.items
             for whole in (sources[item.field],)
         ]
-        if not all(part.is_contiguous() for part in parts):
-            data = self._staged(message)
-            for part, (_, view) in zip(parts, self._parts(message, data), strict=True):
-                view.copy_(part)
-        elif len(parts) > 1:
-            data = self._staged(message)
-            torch.cat([_as_bytes(part) for part in parts], out=data)
-        else:
+        if len(parts) == 1 and parts[0].is_contiguous():
             data = _as_bytes(parts[0])
-        return Operation(peer=peer, sends=True, data=data, what=partial(_describe, self._agreement, message, "sending"))
+        else:
+            memory = self._staged(message)
+            torch._foreach_copy_(self._carrier.views(self._course, message, memory), parts)
+            data = memory[: message.nbytes]
+        what = partial(_describe, self._course.agreement, message, "sending")
+        return Operation(peer=peer, sends=True, data=data, what=what)
 
     def _staged(self, message: Message) -> torch.Tensor:
         memory = self._carrier.take(message.nbytes)
         self._staging.append(memory)
-        return memory[: message.nbytes]
+        return memory
 
-    def _parts(self, message: Message, staged: torch.Tensor) -> Any:
-        start = 0
-        for item in message.items:
-            dtype = self._agreement.fields[item.field].spec.dtype
-            shape = tuple(stop - low for low, stop in item.src)
-            yield item, staged[start : start + item.nbytes].view(dtype).view(shape)
-            start += item.nbytes
+
+def _start_of(message: Message, targets: Sequence[torch.Tensor]) -> int | None:
+    (item, *others) = message.items
+    where = targets[item.field][_index(item.dst)]
+    if not where.is_contiguous():
+        return None
+    start = int(where.storage_offset()) * where.itemsize
+    end = start + item.nbytes
+    for other in others:
+        whole = targets[other.field]
+        if whole.storage_offset() * whole.itemsize != end or whole.nbytes != other.nbytes:
+            return None
+        end += other.nbytes
+    return start
 
 
 def _describe(agreement: Agreement, message: Message, doing: str) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from td_datapipes.errors import ConfigurationError, ProtocolError, SchemaError
-from td_datapipes.mesh import MeshSpec, Placements, local_box
+from td_datapipes.mesh import MeshSpec, Placements, contiguous_strides, local_box
 from td_datapipes.schema import Key, dtype_name, format_key
 from td_datapipes.transfer.agreement import AgreedField, Agreement
 from td_datapipes.transfer.declaration import FieldSpec, NodeSpec, Sent
 
-__all__ = ["Contents", "build", "contiguous_strides", "decode_values", "encode_values", "whole_of"]
+__all__ = ["Contents", "build", "decode_values", "encode_values", "whole_of"]
 
 _MARKS = (NonTensorData, NonTensorStack)
 
 _MOST_SPECS = 1024
-_specs: dict[tuple[int, Placements, torch.Size, torch.dtype], DTensorSpec] = {}
+_specs: dict[tuple[int, int], tuple[AgreedField, DTensorSpec]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +127,17 @@ def _walk(
 ) -> None:
     names = tuple(td.names) if td.batch_dims and any(td.names) else None
     nodes.append(NodeSpec(key=prefix, batch_size=tuple(td.batch_size), names=names))
-    for name in td.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not over keys
+    value: Any
+    for name, value in td.items():
         key = (*prefix, name)
-        value: Any = td.get(name)
-        if isinstance(value, _MARKS):
+        # Tensors first, as most are: asking whether something is a tensor collection takes longer.
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        elif isinstance(value, _MARKS):
             values[key] = value
         elif is_tensor_collection(value):
             plain = value if isinstance(value, TensorDictBase) else value.to_tensordict(retain_none=False)
             _walk(plain, key, tensors, values, nodes)
-        elif isinstance(value, torch.Tensor):
-            tensors[key] = value
         else:
             values[key] = NonTensorData(value, batch_size=td.batch_size)
 
@@ -144,11 +145,11 @@ def _walk(
 def _checked(key: Key, value: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor; nothing is communicated. Called without gradients."""
     local = value.to_local() if isinstance(value, DTensor) else value
-    if local.is_nested or local.layout != torch.strided or local.is_quantized or local.is_meta:
+    if local.layout is not torch.strided or local.is_nested or local.is_quantized or local.is_meta:
         kind = "nested (jagged)" if local.is_nested else "meta" if local.is_meta else str(local.layout)
         raise SchemaError(f"field {format_key(key)} is a {kind} tensor, which has no plain bytes to send; leave it out")
     try:
-        dtype_name(value.dtype)
+        dtype_name(local.dtype)
     except SchemaError as error:
         raise SchemaError(f"field {format_key(key)}: {error}") from None
     return local
@@ -177,7 +178,7 @@ def _from_bytes(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _plain(value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    lies_there = device is None or value.device.type == device.type
+    lies_there = device is None or value.device == device
     if lies_there and value.is_contiguous() and not (value.requires_grad or value.is_conj() or value.is_neg()):
         return value
     plain = value.detach().resolve_conj().resolve_neg()
@@ -185,31 +186,31 @@ def _plain(value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def _dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
-    # As `DTensor.from_local` does in the end, which takes longer and would make them differentiable. Shape
-    # and stride are said: it would guess them from one shard, wrongly where shards are uneven.
-    return DTensor(local, _spec(mesh, tuple(placements), torch.Size(shape), local.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+    return _with_spec(local, _spec(mesh, placements, shape, local.dtype))
 
 
-def _spec(mesh: DeviceMesh, placements: Placements, size: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+def _with_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    # As `DTensor.from_local` does in the end, which takes longer and would make them differentiable. `__init__` does
+    # nothing but ask the compiler whether it is at work.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def _spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    # Shape and stride are said: `from_local` would guess them from one shard, wrongly where shards are uneven.
+    meta = TensorMeta(shape=torch.Size(shape), stride=contiguous_strides(tuple(shape)), dtype=dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def _agreed_spec(field: AgreedField, placements: Placements, mesh: DeviceMesh) -> DTensorSpec:
     """Made once for the batches of a schema: it takes longer than everything else about a small field."""
-    # By the very mesh: those that are equal may have different process groups. The spec keeps it, so the id stays its.
-    key = (id(mesh), placements, size, dtype)
+    # By the very objects: meshes that are equal may have different process groups, and comparing placements takes
+    # longer than making a DTensor. The entry keeps both, so the ids stay theirs.
+    key = (id(mesh), id(field))
     if key not in _specs:
         if len(_specs) == _MOST_SPECS:
             _specs.clear()
-        meta = TensorMeta(shape=size, stride=contiguous_strides(size), dtype=dtype)
-        _specs[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
-    return _specs[key]
-
-
-@lru_cache(maxsize=4096)
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+        _specs[key] = field, _spec(mesh, placements, field.spec.shape, field.spec.dtype)
+    return _specs[key][1]
 
 
 def build(
@@ -248,7 +249,7 @@ def _arranged(agreement: Agreement, field: AgreedField, local: torch.Tensor, mes
         local = _redistributed(local, spec, wanted, mesh)
     if wanted is None or mesh is None:
         return local
-    return _dtensor(local, mesh, wanted, spec.shape)
+    return _with_spec(local, _agreed_spec(field, wanted, mesh))
 
 
 def _cut(whole: torch.Tensor, spec: FieldSpec, wanted: Placements, mesh: DeviceMesh) -> torch.Tensor:

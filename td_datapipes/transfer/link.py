@@ -6,13 +6,15 @@ deadline; gloo closes all connections of the group then, so the other ranks noti
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +42,9 @@ class Status(IntEnum):
     END = 3
     CLOSE = 4
     ERROR = 5
+
+
+_STATUSES = {status.value: status for status in Status}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +80,14 @@ class Hello:
             ProtocolError: the rank sent something else.
         """
         magic, head, digest, text_bytes, notes_bytes, values = _HELLO.unpack(data)
-        known = head & 0xFF in Status._value2member_map_
-        if magic != _MAGIC or not known or max(text_bytes, notes_bytes) > _LONGEST_TEXT_BYTES:
+        status = _STATUSES.get(head & 0xFF)
+        if magic != _MAGIC or status is None or max(text_bytes, notes_bytes) > _LONGEST_TEXT_BYTES:
             raise ProtocolError(
                 f"rank {rank} sent {data[:16]!r}... where a transfer begins; nothing else may use its group meanwhile, "
                 f"and all ranks have to run the same version"
             )
         return cls(
-            status=Status(head & 0xFF),
+            status=status,
             number=head >> 8,
             digest=digest,
             text_bytes=text_bytes,
@@ -122,7 +127,8 @@ class Link:
     def __init__(self, group: dist.ProcessGroup, ranks: Iterable[int]) -> None:
         self.group = group
         self.rank = dist.get_rank()
-        self.peers = tuple(sorted(set(ranks) - {self.rank}))
+        self._all = frozenset(ranks) | {self.rank}
+        self.peers = tuple(sorted(self._all - {self.rank}))
         members = dist.get_process_group_ranks(group)
         missing = {self.rank, *self.peers} - set(members)
         if missing:
@@ -134,43 +140,55 @@ class Link:
         self.device = torch.device("cpu") if _moves_cpu_tensors(group) else torch.device("cuda")
 
     def greet(
-        self, hello: Hello, deadline: float, doing: str, among: Collection[int] | None = None
+        self,
+        hello: Hello,
+        deadline: float,
+        doing: str,
+        among: frozenset[int] | None = None,
     ) -> dict[int, Hello]:
         """Every rank's hello, this one's too. All ranks call this, or all of those it is among.
 
-        The first rank gathers them and hands all to each: two messages a rank, where each rank writing to each, gloo's
-        all_gather or rounds of doubling take many more and wake each rank many times. With many ranks it is a tree of
-        such stars. What arrives is passed on as it came, so that all read the same and come to the same error.
+        The first rank gathers them and hands all to each: two messages a rank, where each rank writing to each,
+        gloo's all_gather or rounds of doubling take many more and wake each rank many times. With many ranks it is a
+        tree of such stars. What arrives is passed on as it came, so that all read the same and come to the same error.
+
+        Args:
+            hello: of this rank.
+            deadline: on `time.monotonic`'s clock.
+            doing: for the message of a time-out.
+            among: the ranks that meet; all if None.
 
         Raises:
             PeerTimeoutError: a rank did not come in time, or is gone.
             ProtocolError: a rank sent something else.
         """
-        ring = sorted({self.rank, *self.peers} if among is None else among)
-        place, size = ring.index(self.rank), _HELLO.size
-        below = [(ring[child], _subtree(child, len(ring))) for child in _children(place, len(ring))]
-        table = torch.empty((len(ring), size), dtype=torch.uint8, device=self.device)
+        size = _HELLO.size
+        star = _star(self.rank, self._all if among is None else among, _FAN_OUT)
 
         def operation(peer: int, data: torch.Tensor, *, sends: bool) -> Operation:
-            return Operation(peer=peer, sends=sends, data=data.flatten(), what=lambda: doing)
+            return Operation(peer=peer, sends=sends, data=data, what=lambda: doing)
 
-        parts = [torch.empty((len(places), size), dtype=torch.uint8, device=self.device) for _, places in below]
-        arriving = [operation(child, part, sends=False) for (child, _), part in zip(below, parts, strict=True)]
+        # Room for those below behind this rank's own.
+        gathered = self._tensor(hello.pack() + bytes(size * sum(count for _, count in star.below)))
+        ends = list(itertools.accumulate((size * count for _, count in star.below), initial=size))
+        arriving = [
+            operation(child, gathered[start:end], sends=False)
+            for (child, _), (start, end) in zip(star.below, itertools.pairwise(ends), strict=True)
+        ]
         self.finish(self.post(arriving, deadline), deadline)
-        gathered = torch.cat([self._tensor(hello.pack()).view(1, size), *parts])
-        if place:
-            above = ring[_parent(place)]
-            both = [operation(above, table, sends=False), operation(above, gathered, sends=True)]
+        table = gathered
+        if star.above is not None:
+            table = torch.empty(size * len(star.rows), dtype=torch.uint8, device=self.device)
+            both = [operation(star.above, table, sends=False), operation(star.above, gathered, sends=True)]
             self.finish(self.post(both, deadline), deadline)
-        else:
-            table[list(_subtree(0, len(ring)))] = gathered
         failed: PeerTimeoutError | None = None
         try:
-            self.finish(self.post([operation(child, table, sends=True) for child, _ in below], deadline), deadline)
+            handed = [operation(child, table, sends=True) for child, _ in star.below]
+            self.finish(self.post(handed, deadline), deadline)
         except PeerTimeoutError as error:
             failed = error
         text = table.cpu().numpy().tobytes()
-        hellos = {rank: Hello.unpack(text[at * size : (at + 1) * size], rank) for at, rank in enumerate(ring)}
+        hellos = {rank: Hello.unpack(text[row * size : (row + 1) * size], rank) for rank, row in star.rows}
         if failed is not None:  # only now: who sent something else does not wait for the table, and that says more
             raise failed
         return hellos
@@ -276,17 +294,37 @@ class Link:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
 
-def _parent(place: int) -> int:
-    return (place - 1) // _FAN_OUT
+@dataclass(frozen=True, kw_only=True)
+class _Star:
+    """A rank's place among those that meet.
+
+    Attributes:
+        above: who gathers from it; None for the one that gathers from all.
+        below: (rank, how many hellos it passes on) of those it gathers from.
+        rows: (rank, row of the table that all get), by rank.
+    """
+
+    above: int | None
+    below: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...]
 
 
-def _children(place: int, count: int) -> range:
-    return range(place * _FAN_OUT + 1, min((place + 1) * _FAN_OUT + 1, count))
+@lru_cache(maxsize=256)
+def _star(rank: int, among: frozenset[int], fan_out: int) -> _Star:
+    ranks = sorted(among)
+    place, count = ranks.index(rank), len(ranks)
 
+    def subtree(at: int) -> tuple[int, ...]:
+        """A place and all below it, in the order in which their hellos lie when they are passed up."""
+        children = range(at * fan_out + 1, min((at + 1) * fan_out + 1, count))
+        return (at, *(under for child in children for under in subtree(child)))
 
-def _subtree(place: int, count: int) -> tuple[int, ...]:
-    """A place and all below it, in the order in which their hellos lie when they are passed up."""
-    return (place, *(under for child in _children(place, count) for under in _subtree(child, count)))
+    children = range(place * fan_out + 1, min((place + 1) * fan_out + 1, count))
+    return _Star(
+        above=ranks[(place - 1) // fan_out] if place else None,
+        below=tuple((ranks[child], len(subtree(child))) for child in children),
+        rows=tuple(sorted((ranks[at], row) for row, at in enumerate(subtree(0)))),
+    )
 
 
 def _remaining(deadline: float) -> timedelta:

@@ -12,25 +12,19 @@ from typing import Any
 import torch.distributed as dist
 
 from td_datapipes.errors import ConfigurationError, PeerTimeoutError, ProtocolError, TDDatapipesError
-from td_datapipes.transfer.agreement import Agreement, agree
+from td_datapipes.transfer.agreement import agree
 from td_datapipes.transfer.board import Board, describe_error, rebuild_error
-from td_datapipes.transfer.carry import Carrier
+from td_datapipes.transfer.carry import Carrier, Course
 from td_datapipes.transfer.contents import Contents
 from td_datapipes.transfer.declaration import Declaration, Strategy, Wanted
 from td_datapipes.transfer.link import Hello, Link, Status
-from td_datapipes.transfer.messages import Program, program_of
+from td_datapipes.transfer.messages import program_of
 from td_datapipes.transfer.outcome import Outcome, Received, TransferStats
 
 __all__ = ["Session"]
 
 _MOST_AGREEMENTS = 64
 _ROLL_SECONDS = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Agreed:
-    agreement: Agreement
-    program: Program
 
 
 @dataclass(kw_only=True)
@@ -73,7 +67,7 @@ class Session:
         self._ends_at_failure = ends_at_failure
         self._carrier = Carrier(self.link)
         self._number = 0
-        self._agreed: dict[object, _Agreed] = {}
+        self._agreed: dict[object, Course] = {}
         self._said = _Said()
 
     @property
@@ -102,6 +96,14 @@ class Session:
         values: int = 0,
     ) -> dict[int, Hello]:
         """Come to a round, and wait until all have.
+
+        Args:
+            status: what this rank comes for.
+            deadline: on `time.monotonic`'s clock.
+            text: its declaration, or what goes with another status.
+            digest: of that declaration.
+            notes: what a sender tells the receivers beside the tensors.
+            values: a digest of its non-tensor values.
 
         Returns:
             What every rank says, this one's too.
@@ -258,7 +260,9 @@ class Session:
         self, hellos: Mapping[int, Hello], contents: Contents | None, notes: bytes, timeout_seconds: float
     ) -> Outcome:
         deadline = time.monotonic() + timeout_seconds
-        by_status = {status: [rank for rank in sorted(hellos) if hellos[rank].status is status] for status in Status}
+        by_status: dict[Status, list[int]] = {status: [] for status in Status}
+        for rank in sorted(hellos):
+            by_status[hellos[rank].status].append(rank)
         if closed := by_status[Status.CLOSE]:
             return Outcome(status=Status.CLOSE, closed_by=closed[0])
         if started := by_status[Status.START]:
@@ -272,9 +276,9 @@ class Session:
                 )
             told = self.hand_over(notes, hellos, deadline)
             return Outcome(status=Status.END, states={rank: state for rank, (_, state) in told.items()})
-        agreed = self._agree(hellos, deadline)
+        course = self._agree(hellos, deadline)
         self._require_same_values(hellos)
-        return Outcome(status=Status.DATA, received=self._move(agreed, contents, notes, hellos, deadline))
+        return Outcome(status=Status.DATA, received=self._move(course, contents, notes, hellos, deadline))
 
     def _explained(self, error: PeerTimeoutError, board: Board) -> PeerTimeoutError:
         """The error together with what the first rank to fail said; this one says it where it is the first."""
@@ -301,7 +305,7 @@ class Session:
                     f"differs from rank to rank has to be a tensor, or left out"
                 )
 
-    def _agree(self, hellos: Mapping[int, Hello], deadline: float) -> _Agreed:
+    def _agree(self, hellos: Mapping[int, Hello], deadline: float) -> Course:
         """What these declarations come to. Every rank has met the same ones before, so all look up or all swap."""
         digests = tuple((rank, hellos[rank].digest) for rank in sorted(hellos))
         found = self._agreed.get(digests)
@@ -312,7 +316,7 @@ class Session:
                 if hashlib.blake2b(text, digest_size=16).digest() != hellos[rank].digest:
                     raise ProtocolError(f"the description that rank {rank} sent is not the one it announced")
             agreement = agree({rank: Declaration.from_json(text, rank) for rank, text in texts.items()})
-            found = _Agreed(agreement=agreement, program=program_of(agreement, self.link.rank))
+            found = Course(agreement, program_of(agreement, self.link.rank))
             if len(self._agreed) == _MOST_AGREEMENTS:
                 del self._agreed[next(iter(self._agreed))]
             self._agreed[digests] = found
@@ -321,22 +325,21 @@ class Session:
 
     def _move(
         self,
-        agreed: _Agreed,
+        course: Course,
         contents: Contents | None,
         notes: bytes,
         hellos: Mapping[int, Hello],
         deadline: float,
     ) -> Received | None:
-        agreement, program = agreed.agreement, agreed.program
+        agreement = course.agreement
         told = self.hand_over(notes, hellos, deadline)
         sources = [] if contents is None else contents.sources(agreement, self.link.device)
-        targets = self._carrier.new_targets(agreement, program) if self.receives else []
-        self._carrier.carry(agreement, program, sources, targets, deadline)
+        targets = self._carrier.carry(course, sources, deadline)
         if self.receives and agreement.redistributes:
             # The receivers' collective would wait for one that has not got its part.
             everywhere = Hello(status=Status.DATA, number=self._number)
-            self.link.greet(everywhere, deadline, "before 'redistribute': messages", set(self.dst))
-        self._count(agreement, program)
+            self.link.greet(everywhere, deadline, "before 'redistribute': messages", frozenset(self.dst))
+        self._count(course)
         if not self.receives:
             return None
         return Received(
@@ -348,6 +351,8 @@ class Session:
 
     def hand_over(self, notes: bytes, hellos: Mapping[int, Hello], deadline: float) -> dict[int, tuple[Any, Any]]:
         """What the senders tell the receivers: (non-tensor values, state) by sender; empty on a pure sender."""
+        if not notes and not any(hellos[rank].notes_bytes for rank in self.src):
+            return {}
         outgoing = dict.fromkeys((rank for rank in self.dst if rank != self.link.rank), notes) if self.sends else {}
         incoming = {}
         if self.receives:
@@ -357,9 +362,9 @@ class Session:
             told[self.link.rank] = notes
         return {rank: _parse_notes(rank, text) for rank, text in told.items() if text}
 
-    def _count(self, agreement: Agreement, program: Program) -> None:
-        stats = self.stats
-        stats.strategy = agreement.strategy
+    def _count(self, course: Course) -> None:
+        stats, program = self.stats, course.program
+        stats.strategy = course.agreement.strategy
         stats.transfers += 1
         stats.sent_bytes += program.sent_bytes
         stats.received_bytes += program.received_bytes

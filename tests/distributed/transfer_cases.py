@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from td_datapipes import TransferStats, plan_transfer, recv_dtensors, send_dtensors
-from td_datapipes.mesh import MeshSpec, local_box
-from td_datapipes.transfer.contents import contiguous_strides
+from td_datapipes.mesh import MeshSpec, contiguous_strides, local_box
 from td_datapipes.transfer_plan import ShardSpec
 
 Ranks = Any
