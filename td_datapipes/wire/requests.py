@@ -25,10 +25,12 @@ MAX_TABLE_ENTRIES = 32768
 _CHUNK_BITS = 40
 _MULTI = b"*1\r\n$5\r\nMULTI\r\n"
 _EXEC = b"*1\r\n$4\r\nEXEC\r\n"
-EARLY_RANGES = 128
-"""Half of a request for twice as many or more is sent first, for the server to work on while the rest is made."""
-MAX_EARLY_RANGES = 4 * EARLY_RANGES
-"""Made while the server has nothing to do; fewer cost one more wake-up than they gain."""
+EARLY_RANGES = 64
+"""A quarter of a request for four times as many or more is sent first: the server works on it while the rest is made."""
+_HALF_RANGES = 512
+"""Of requests for so many or more half is sent first: the server would be done with a quarter before the rest comes."""
+MAX_EARLY_RANGES = 512
+"""Made while the server has nothing to do."""
 _MIN_TEXT_RANGES = 48
 """From so many on, numpy's calls cost less than formatting each range."""
 _MAX_TEXT_KEYS = 16
@@ -131,8 +133,8 @@ class RequestBuilder:
 
     def _periodic(self, slab: PeriodicSlab) -> Iterator[bytes]:
         spec, rows = slab.spec, slab.rows
-        half = min(slab.num_ranges // 2, MAX_EARLY_RANGES)
-        early = half // len(spec.segments) if half >= EARLY_RANGES else 0
+        first = min(slab.num_ranges // (2 if slab.num_ranges >= _HALF_RANGES else 4), MAX_EARLY_RANGES)
+        early = first // len(spec.segments) if first >= EARLY_RANGES else 0
         if early:
             yield self._rows(spec, rows[:early])
         yield self._rows(spec, rows[early:])

@@ -139,10 +139,11 @@ def spec_of_16_bytes(records_per_chunk: int, stride_bytes: int = 16) -> ReadSpec
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "counts"), [(255, [255]), (256, [128, 128]), (1000, [500, 500]), (3000, [512, 2488])]
+    ("num_rows", "counts"),
+    [(255, [255]), (256, [64, 192]), (511, [127, 384]), (512, [256, 256]), (1000, [500, 500]), (3000, [512, 2488])],
 )
 def test_a_request_for_many_rows_can_be_sent_before_it_is_whole(num_rows: int, counts: list[int]) -> None:
-    assert (EARLY_RANGES, MAX_EARLY_RANGES) == (128, 512)
+    assert (EARLY_RANGES, MAX_EARLY_RANGES) == (64, 512)
     builder = RequestBuilder(lambda _group, chunk: b"k%d" % chunk)
     rows = np.arange(0, 2 * num_rows, 2)[::-1]
     plan = plan_read(rows, spec_of_16_bytes(8000), ReadCost(), strategy="pipelined", slab_bytes=1 << 30)
