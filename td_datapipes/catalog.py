@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any
@@ -120,8 +121,13 @@ def stage(
         pipe.hset(staged_key(name), staged_id, note)
         for key, value in strings.items():
             pipe.set(key, value)
-        failed = [answer for answer in pipe.execute(raise_on_error=False) if isinstance(answer, Exception)]
+        answers = pipe.execute(raise_on_error=False)
+        failed = [answer for answer in answers if isinstance(answer, Exception)]
         if failed:
+            if answers[1] == 1:  # The note is new: a user who may do one thing but not the other leaves none behind.
+                with suppress(redis.ResponseError):
+                    unlink_keys(client, strings)
+                    client.hdel(staged_key(name), staged_id)
             raise failed[0]
 
     server.call(f"beginning to write {name!r}", command, repeats=True)

@@ -26,9 +26,9 @@ _CHUNK_BITS = 40
 _MULTI = b"*1\r\n$5\r\nMULTI\r\n"
 _EXEC = b"*1\r\n$4\r\nEXEC\r\n"
 EARLY_RANGES = 64
-"""A quarter of a request for four times as many or more is sent first: the server works on it while the rest is made."""
+"""A quarter of a request for four times as many is sent first: the server works on it while the rest is made."""
 _HALF_RANGES = 512
-"""Of requests for so many or more half is sent first: the server would be done with a quarter before the rest comes."""
+"""Of requests for so many or more half is sent first: a quarter would be done with before the rest comes."""
 MAX_EARLY_RANGES = 512
 """Made while the server has nothing to do."""
 _MIN_TEXT_RANGES = 48
