@@ -140,7 +140,7 @@ class RowText:
     ) -> None:
         self._width, self._columns = width, columns
         self._gapless = sum(items.dtype.itemsize for _, items in columns) == width
-        self._numbers = _Numbers.of(starts) if like is None else like._numbers
+        self._numbers: _Numbers = _Numbers.of(starts) if like is None else like._numbers
         self._middle = b"\r\n$%d\r\n" % width
         lengths = np.array([len(head) for head in heads])
         self._head_of, self._head_bytes = head_of, lengths[head_of]
