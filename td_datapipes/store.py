@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
-import redis
 import torch
 from tensordict import TensorDict
 
@@ -34,6 +33,7 @@ from td_datapipes.manifest import Manifest
 from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import ReadPlan, Strategy, plan_read
 from td_datapipes.read_failure import FailedRead
+from td_datapipes.read_guards import guard_of, load_read_scripts
 from td_datapipes.read_options import REPLICA, ReadOptions
 from td_datapipes.read_spec import ReadSpec, Rows
 from td_datapipes.schema import Field, new_tensordict
@@ -41,11 +41,10 @@ from td_datapipes.upstream import Description
 from td_datapipes.verified import ChunkChecks, HeapChecks, VerifyingSink
 from td_datapipes.wire.cluster_reader import ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault, error_from_text
-from td_datapipes.wire.guards import Guard, StaleFault
+from td_datapipes.wire.guards import StaleFault
 from td_datapipes.wire.reader import ReadStats
 from td_datapipes.wire.requests import RequestBuilder
 from td_datapipes.wire.retry import Tries
-from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 
 __all__ = ["ReadOptions", "RowReader"]
@@ -108,7 +107,7 @@ class RowReader:
         everything = len(fields) == len(manifest.schema.fields)
         nodes = [node for node in manifest.schema.nodes if everything or node.key in kept or not node.key]
         self._nodes = tuple(nodes if parts is None else nodes_of_parts(nodes, parts))
-        self._guard = _guard_of(manifest, self._fields)
+        self._guard = guard_of(manifest, self._fields)
         # Where each row is several ranges, what is written in place meanwhile could be read half old and half new.
         self._may_tear = manifest.kind == "mutable" and isinstance(manifest, Manifest) and len(self.spec.segments) > 1
         self._stats = ReadStats()
@@ -363,7 +362,7 @@ class RowReader:
             TDDatapipesError: where it cannot help.
         """
         if fault.text.startswith("NOSCRIPT"):
-            self.server.call("loading a script", self._load_scripts, repeats=True)
+            load_read_scripts(self.server)
             self._no_script = ServerNotReadyError(f"{self.server.address} forgets scripts as fast as they are loaded")
             return self._no_script
         # A replica lags; a node of a cluster may have ceased to be the owner of what it does not have.
@@ -391,17 +390,6 @@ class RowReader:
             raise failed
         tries.failed(failed, passes=redirected, at_once=redirected)
         _LOG.info("reading again: %s", failed)
-
-    def _load_scripts(self, client: redis.Redis) -> None:
-        cluster = self.server.cluster()
-        clients = [client] if cluster is None else [one for _, one in cluster.everyone()]
-        for one in clients:
-            try:
-                for name in ("read_ranges", "read_columns"):
-                    one.script_load(load_script(name).source)
-            except (redis.ConnectionError, redis.TimeoutError):
-                if cluster is None:
-                    raise
 
     def _finish_values(self, values: ValuesBatch, plan: ReadPlan, deadline: float) -> None:
         job = self._plans.start(plan)
@@ -442,19 +430,6 @@ class RowReader:
         """Drop the connections."""
         self.drop_connection()
         self.server.close()
-
-
-def _guard_of(description: Description, fields: Sequence[Field]) -> Guard | None:
-    """What must not change while rows are read: what says where they are and what their bytes mean.
-
-    A frozen generation never changes. A mutable data set has its generation for that, a store its leaves' metadata.
-    """
-    if isinstance(description, Manifest):
-        if description.kind != "mutable":
-            return None
-        return Guard.of_string(description.structure_key, b"%d" % description.generation)
-    leaves = [description.leaf_of[field.key] for field in fields if field.nbytes]
-    return Guard.of_hashes((description.meta_key(leaf.path), leaf.expected) for leaf in leaves)
 
 
 def _mostly_adjacent(rows: Rows) -> bool:

@@ -23,6 +23,23 @@ _Column = tuple[int, npt.NDArray[np.void]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where the records of some rows begin.
+
+    Attributes:
+        chunks: each once.
+        which: of the chunks each row is in, ``[rows]``.
+        starts: first byte of each record in its chunk, ``[rows]``.
+        last: first byte of the last record in each of the chunks.
+    """
+
+    chunks: Rows
+    which: Rows
+    starts: Rows
+    last: Rows
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Part:
     """Ranges of one group: where each starts in its record, and their bytes."""
 
@@ -78,10 +95,13 @@ def row_writes(
         whole_spare_bytes: given where `rows` is the range of all rows: bytes of a chunk behind its records.
     """
     parts: list[_Part | _RowPart | _WholePart] = []
+    adjacent = isinstance(rows, range) or _mostly_adjacent(rows)
     for number, group in enumerate(schema.groups if len(rows) else ()):
         wanted = [field for field in group.fields if field.key in values and field.nbytes]
         for run in _runs(group, wanted):
-            parts.append(_run_part(number, group, run, values, rows, layouts[number], whole_spare_bytes))
+            parts.append(
+                _run_part(number, group, run, values, rows, layouts[number], whole_spare_bytes, adjacent=adjacent)
+            )
     return _assemble(parts, layouts, chunk_key)
 
 
@@ -109,11 +129,13 @@ def _run_part(
     rows: Rows | range,
     layout: ChunkLayout,
     whole_spare_bytes: int | None,
+    *,
+    adjacent: bool,
 ) -> _Part | _RowPart | _WholePart:
     low = run[0].offset_bytes
     high = run[-1].offset_bytes + run[-1].nbytes
     complete = low == 0 and len(run) == sum(field.nbytes > 0 for field in group.fields)
-    by_row = isinstance(rows, np.ndarray) and not (complete and _mostly_adjacent(rows))
+    by_row = isinstance(rows, np.ndarray) and not (complete and adjacent)
     if layout.pieces == 1 and (by_row or (complete and whole_spare_bytes is not None)):
         columns = [(field.offset_bytes - low, _items(values[field.key], field.nbytes)) for field in run]
         if isinstance(rows, range):
@@ -210,22 +232,21 @@ def _assemble(
     numbers: dict[bytes, int] = {}
     needed: list[int] = []
     made: list[RangePart | RowPart | ChunkPart] = []
-    located: dict[ChunkLayout, tuple[Rows, Rows]] = {}
+    located: dict[ChunkLayout, _Places] = {}
     for part in parts:
         layout = layouts[part.group]
         if isinstance(part, _RowPart):
-            chunks, starts = _located(part, layout, located)
-            stops = starts + part.width
+            places = _located(part, layout, located)
+            starts = places.starts + part.start if part.start else places.starts
+            distinct, which, longest = places.chunks, places.which, places.last + (part.start + part.width)
         elif isinstance(part, _WholePart):
-            chunks = np.arange(layout.num_chunks(part.num_rows))
-            counts = np.minimum(layout.records_per_chunk, part.num_rows - chunks * layout.records_per_chunk)
-            stops = counts * layout.stride_bytes
+            distinct = which = np.arange(layout.num_chunks(part.num_rows))
+            counts = np.minimum(layout.records_per_chunk, part.num_rows - distinct * layout.records_per_chunk)
+            longest = counts * layout.stride_bytes
         else:
             chunks, starts, lengths = _addresses(part, layout)
-            stops = starts + lengths
-        distinct, which = _distinct(chunks)
-        longest = np.zeros(len(distinct), dtype=np.int64)
-        np.maximum.at(longest, which, stops)
+            distinct, which = _distinct(chunks)
+            longest = _longest(starts + lengths, which, len(distinct))
         mine = np.empty(len(distinct), dtype=np.int64)
         for position, (chunk, need) in enumerate(zip(distinct.tolist(), longest.tolist(), strict=True)):
             # Several parts may be of one group, hence of the same chunks.
@@ -245,13 +266,29 @@ def _assemble(
     return RangeWrite(keys=tuple(numbers), needed=tuple(needed), parts=tuple(made))
 
 
-def _located(part: _RowPart, layout: ChunkLayout, known: dict[ChunkLayout, tuple[Rows, Rows]]) -> tuple[Rows, Rows]:
-    """Chunk and first byte of each range; all parts have the same rows, so groups that are cut alike share them."""
+def _located(part: _RowPart, layout: ChunkLayout, known: dict[ChunkLayout, _Places]) -> _Places:
+    """Where its records are; all parts have the same rows, so groups that are cut alike share them."""
     found = known.get(layout)
-    if found is None:
-        chunks, within = np.divmod(part.rows, layout.records_per_chunk)
-        found = known[layout] = chunks, within * layout.stride_bytes
-    return found[0], found[1] + part.start if part.start else found[1]
+    if found is not None:
+        return found
+    rows = part.rows
+    if int(rows.max()) < layout.records_per_chunk:
+        zeros, starts = np.zeros(len(rows), dtype=np.int64), rows * layout.stride_bytes
+        found = _Places(chunks=zeros[:1], which=zeros, starts=starts, last=starts.max(keepdims=True))
+    else:
+        chunks, within = np.divmod(rows, layout.records_per_chunk)
+        starts = within * layout.stride_bytes
+        distinct, which = _distinct(chunks)
+        found = _Places(chunks=distinct, which=which, starts=starts, last=_longest(starts, which, len(distinct)))
+    known[layout] = found
+    return found
+
+
+def _longest(stops: Rows, which: Rows, count: int) -> Rows:
+    """The greatest of each of `count` kinds."""
+    found = np.zeros(count, dtype=np.int64)
+    np.maximum.at(found, which, stops)
+    return found
 
 
 def _mostly_adjacent(rows: Rows) -> bool:

@@ -130,13 +130,24 @@ class RowPart:
             np.ndarray((len(items),), items.dtype, records, start, (self.width,))[:] = items
         return records
 
-    def commands(self, heads: Sequence[bytes]) -> Iterator[bytes | memoryview]:
-        """As of `RangePart`."""
+    def commands(
+        self, heads: Sequence[bytes], known: dict[tuple[int, int], RowText] | None = None
+    ) -> Iterator[bytes | memoryview]:
+        """As of `RangePart`.
+
+        Args:
+            heads: what the commands for each key begin with.
+            known: texts of other parts, by the identity of their starts and their width; this one's is added.
+        """
+        if not len(self.keys):
+            return
         long = self.width > MAX_TEXT_ROW_BYTES and len(self.columns) == 1
         if long or len(self.keys) < MIN_TEXT_ROWS or int(self.starts.max()) >= MAX_END_BYTES:
             yield from self._singly(heads)
             return
-        text = RowText(heads, self.keys, self.starts, self.width, self.columns)
+        known, same = {} if known is None else known, (id(self.starts), self.width)
+        text = RowText(heads, self.keys, self.starts, self.width, self.columns, known.get(same))
+        known[same] = text
         step = max(MIN_TEXT_ROWS, _TEXT_BYTES // (self.width + len(heads[0]) + 24))
         for first in range(0, len(self.keys), step):
             yield text.commands(first, min(first + step, len(self.keys))).data
@@ -258,6 +269,9 @@ class RangeWrite:
     def commands(self) -> Iterator[bytes | memoryview]:
         """One command a range."""
         heads = [b"%b$%d\r\n%b\r\n" % (_SETRANGE, len(key), key) for key in self.keys]
+        known: dict[tuple[int, int], RowText] = {}
         for part in self.parts:
-            if len(part.keys):
+            if isinstance(part, RowPart):
+                yield from part.commands(heads, known)
+            elif len(part.keys):
                 yield from part.commands(heads)

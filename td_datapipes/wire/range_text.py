@@ -126,17 +126,28 @@ class RowText:
         starts: below `MAX_END_BYTES`, ``[rows]``.
         width: bytes of each.
         columns: what stands in them and where: ``(first byte, one item a row)``; between them there are zeros.
+        like: of the same starts and width: what is alike is not made again.
     """
 
     def __init__(
-        self, heads: Sequence[bytes], head_of: Rows, starts: Rows, width: int, columns: Sequence[tuple[int, Items]]
+        self,
+        heads: Sequence[bytes],
+        head_of: Rows,
+        starts: Rows,
+        width: int,
+        columns: Sequence[tuple[int, Items]],
+        like: RowText | None = None,
     ) -> None:
         self._width, self._columns = width, columns
-        self._new = np.empty if sum(items.dtype.itemsize for _, items in columns) == width else np.zeros
-        self._numbers = _Numbers.of(starts)
+        self._gapless = sum(items.dtype.itemsize for _, items in columns) == width
+        self._numbers: _Numbers = _Numbers.of(starts) if like is None else like._numbers
         self._middle = b"\r\n$%d\r\n" % width
         lengths = np.array([len(head) for head in heads])
         self._head_of, self._head_bytes = head_of, lengths[head_of]
+        # The first and last row: the text, where each command starts and where its bytes do.
+        self._made: dict[tuple[int, int], tuple[npt.NDArray[np.uint8], Rows, Rows]] = {}
+        if like is not None and self._gapless and np.array_equal(like._head_bytes, self._head_bytes):
+            self._made = like._made
         # Keys that differ by a number are mostly of the same length: those are put in place all at once.
         self._heads = [
             (size, np.array([head if len(head) == size else b"" for head in heads], dtype=f"S{size}").view(f"V{size}"))
@@ -145,23 +156,32 @@ class RowText:
 
     def commands(self, first: int, stop: int) -> npt.NDArray[np.uint8]:
         """Those of the rows ``[first, stop)``."""
-        rows, width, middle = slice(first, stop), self._width, self._middle
+        rows = slice(first, stop)
+        made = self._made.get((first, stop))
+        if made is None:
+            text, starts, bodies = self._made[first, stop] = self._framed(rows)
+        else:  # all but keys and bytes stands there already
+            text, starts, bodies = made[0].copy(), *made[1:]
+        self._put_heads(text, starts, self._head_of[rows], self._head_bytes[rows])
+        for start, items in self._columns:
+            _put(text, bodies + start if start else bodies, items[rows])
+        return text
+
+    def _framed(self, rows: slice) -> tuple[npt.NDArray[np.uint8], Rows, Rows]:
+        """The text without keys and bytes, and where each command starts and its bytes do."""
+        width, middle = self._width, self._middle
         digits, head_bytes = self._numbers.digits[rows], self._head_bytes[rows]
         # head + "$n\r\n" + first + "\r\n$n\r\n" + bytes + "\r\n"
         ends: Rows = np.cumsum(head_bytes + digits + (width + len(middle) + 6))
-        text = self._new(int(ends[-1]), dtype=np.uint8)
+        text = (np.empty if self._gapless else np.zeros)(int(ends[-1]), dtype=np.uint8)
         at = ends - (width + len(middle) + 2)  # behind the number
         _put(text, at - _PAD, self._numbers.text[rows])  # the zeros in front are written over
         _put(text, at, np.array(middle, dtype=f"V{len(middle)}"))
         at -= digits + 4
         _put(text, at, _LENGTHS[digits])
         at -= head_bytes
-        self._put_heads(text, at, self._head_of[rows], head_bytes)
-        bodies = ends - (width + 2)
-        for start, items in self._columns:
-            _put(text, bodies + start, items[rows])
         _put(text, ends - 2, np.array(b"\r\n", dtype="V2"))
-        return text
+        return text, at, ends - (width + 2)
 
     def _put_heads(self, text: npt.NDArray[np.uint8], at: Rows, head_of: Rows, head_bytes: Rows) -> None:
         for size, heads in self._heads:

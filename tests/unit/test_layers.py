@@ -65,6 +65,7 @@ LAYERS = (
     "appender",
     "read_options",
     "read_failure",
+    "read_guards",
     "store",
     "store_writer",
     "conversion",

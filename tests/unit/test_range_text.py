@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, range_commands, set_commands
+from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, RowText, range_commands, set_commands
 
 COLUMNS = st.lists(
     st.tuples(st.integers(1, 5000), st.integers(0, 100), st.integers(1, 5000), st.integers(0, 40)),
@@ -88,3 +88,25 @@ def test_any_ranges_to_write(sizes: list[int], ranges: list[tuple[int, int, int]
         at += length
     keys, starts, lengths = np.array(chosen, dtype=np.int64).T
     assert set_commands(heads, keys, starts, lengths, memoryview(data)).tobytes() == expected
+
+
+@pytest.mark.parametrize("sizes", [[3, 3], [3, 5]], ids=["keys of one length", "of two"])
+@pytest.mark.parametrize("gap", [0, 4])
+def test_columns_of_the_same_ranges_share_what_is_alike(sizes: list[int], gap: int) -> None:
+    generator = np.random.default_rng(0)
+    starts = generator.integers(0, 10**7, 40)
+    heads = [b"*4\r\n$8\r\nSETRANGE\r\n$%d\r\n%b\r\n" % (size, b"ab"[n : n + 1] * size) for n, size in enumerate(sizes)]
+    text, written = None, []
+    for number in (0, 1, 0):
+        items = np.frombuffer(generator.bytes(40 * 24), dtype="V24")
+        text = RowText(heads, np.full(40, number), starts, 24 + gap, [(gap, items)], text)
+        for first, stop in ((0, 15), (15, 40)):
+            expected = b"".join(
+                heads[number] + b"$%d\r\n%d\r\n$%d\r\n%b\r\n" % (len(str(start)), start, 24 + gap, bytes(gap) + item)
+                for start, item in zip(starts[first:stop].tolist(), items[first:stop].tolist(), strict=True)
+            )
+            made = text.commands(first, stop)
+            assert made.tobytes() == expected
+            written.append((made, expected))
+    # What was made before is not written over: it may still be on its way.
+    assert all(made.tobytes() == expected for made, expected in written)
