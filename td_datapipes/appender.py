@@ -42,7 +42,8 @@ from td_datapipes.garbage import process_is_gone, writer_note
 from td_datapipes.group_chunks import GroupChunks
 from td_datapipes.heap_writer import HeapWriter
 from td_datapipes.integrity import store_checksums
-from td_datapipes.manifest import Manifest, appender_key, appends_key, manifest_key, staged_key
+from td_datapipes.keys import appender_key, appends_key, manifest_key, staged_key
+from td_datapipes.manifest import Manifest
 from td_datapipes.progress import progress_bar
 from td_datapipes.room import check_room
 from td_datapipes.upstream import open_description

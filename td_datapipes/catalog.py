@@ -13,9 +13,8 @@ from typing import Any
 import redis
 
 from td_datapipes.errors import DataLossError, DatasetExistsError, DatasetNotFoundError, InterruptedWriteError
-from td_datapipes.manifest import (
+from td_datapipes.keys import (
     NAMES_KEY,
-    Manifest,
     appender_key,
     appends_key,
     encode_name,
@@ -24,6 +23,7 @@ from td_datapipes.manifest import (
     staged_key,
     superseded_key,
 )
+from td_datapipes.manifest import Manifest
 from td_datapipes.server import open_embedded
 from td_datapipes.wire.retry import RetryPolicy
 from td_datapipes.wire.scripts import load_script

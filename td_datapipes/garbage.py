@@ -23,7 +23,8 @@ from td_datapipes.catalog import (
     unstage,
 )
 from td_datapipes.errors import SchemaError
-from td_datapipes.manifest import Manifest, appender_key, appends_key, encode_name, staged_key, superseded_key
+from td_datapipes.keys import appender_key, appends_key, encode_name, staged_key, superseded_key
+from td_datapipes.manifest import Manifest
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 

@@ -34,69 +34,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
-from urllib.parse import quote, unquote
 
 from td_datapipes.errors import SchemaError
 from td_datapipes.schema import Field, Group, Key, Node, Schema
 
 __all__ = [
     "FORMAT_VERSION",
-    "NAMES_KEY",
     "SPARE_BYTES",
     "ChunkLayout",
     "Heap",
     "Manifest",
     "Value",
-    "appender_key",
-    "appends_key",
-    "encode_name",
-    "manifest_key",
-    "name_from_encoded",
-    "staged_key",
-    "superseded_key",
 ]
 
 FORMAT_VERSION = 2
 """What this release reads. Without fields of variable length, what it writes is of version 1."""
-NAMES_KEY = b"td:names"
 _MAX_SHOWN_NAME = 40
 SPARE_BYTES = 32
 """Zero bytes at a chunk's end: a scattered read may ask for up to 30 bytes more than its record (see `wire_length`)."""
-
-
-def encode_name(name: str) -> str:
-    """The name as it stands in keys: only letters, digits and ``/-_.~`` are left as they are."""
-    return quote(name, safe="/-_.~")
-
-
-def name_from_encoded(encoded: bytes) -> str:
-    """The inverse of `encode_name`, from a reply's bytes."""
-    return unquote(encoded.decode("ascii"))
-
-
-def manifest_key(name: str) -> bytes:
-    """Where the published manifest of `name` lies."""
-    return b"td:{%s}:manifest" % encode_name(name).encode()
-
-
-def staged_key(name: str) -> bytes:
-    """Where writers of `name` say what they have staged."""
-    return b"td:{%s}:staged" % encode_name(name).encode()
-
-
-def superseded_key(name: str) -> bytes:
-    """Where earlier generations of `name` are kept until they are collected."""
-    return b"td:{%s}:superseded" % encode_name(name).encode()
-
-
-def appender_key(name: str) -> bytes:
-    """Where the writer that is appending to `name` says so."""
-    return b"td:{%s}:appender" % encode_name(name).encode()
-
-
-def appends_key(name: str) -> bytes:
-    """Where the writers that append to `name` are numbered."""
-    return b"td:{%s}:appends" % encode_name(name).encode()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from td_datapipes.errors import TDDatapipesError
-from td_datapipes.manifest import encode_name, name_from_encoded
+from td_datapipes.keys import encode_name, name_from_encoded
 from td_datapipes.wire.reader import ReadStats
 from td_datapipes.wire.server import Server
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from td_datapipes.checksums import crc32
 from td_datapipes.garbage import StagedWrite, process_is_gone, writer_note
-from td_datapipes.manifest import NAMES_KEY, SPARE_BYTES, Manifest, name_from_encoded, staged_key, superseded_key
+from td_datapipes.keys import NAMES_KEY, name_from_encoded, staged_key, superseded_key
+from td_datapipes.manifest import SPARE_BYTES, Manifest
 from td_datapipes.wire.scripts import load_script
 from td_datapipes.wire.server import Server
 

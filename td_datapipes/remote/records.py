@@ -16,7 +16,8 @@ import torch
 
 from td_datapipes.catalog import collect, drop, find_manifest, retire, unstage
 from td_datapipes.errors import DatasetChangedError, DatasetExistsError, InterruptedWriteError, TDDatapipesError
-from td_datapipes.manifest import Manifest, encode_name, manifest_key, staged_key, superseded_key
+from td_datapipes.keys import encode_name, manifest_key, staged_key, superseded_key
+from td_datapipes.manifest import Manifest
 from td_datapipes.remote.staging import Staged, Staging
 from td_datapipes.remote.structure import added, chunk_keys_gone, renamed, with_nodes, without
 from td_datapipes.remote.tree import Entry, StaleWriteError, Tree, TreeOptions, run_script

@@ -26,7 +26,8 @@ from td_datapipes.errors import (
     TDDatapipesError,
 )
 from td_datapipes.garbage import writer_note
-from td_datapipes.manifest import Manifest, encode_name
+from td_datapipes.keys import encode_name
+from td_datapipes.manifest import Manifest
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.options import NStep, Sampler
 from td_datapipes.replay.picks import Picks

@@ -23,7 +23,7 @@ from td_datapipes.errors import (
     TDDatapipesError,
     URLError,
 )
-from td_datapipes.manifest import manifest_key
+from td_datapipes.keys import manifest_key
 from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.cluster import Cluster, Node, slot_of
 from td_datapipes.wire.embedded import EmbeddedConnection, FolderHold

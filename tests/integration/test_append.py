@@ -23,7 +23,8 @@ from td_datapipes.errors import (
     SchemaError,
     ServerFullError,
 )
-from td_datapipes.manifest import Manifest, appender_key, staged_key
+from td_datapipes.keys import appender_key, staged_key
+from td_datapipes.manifest import Manifest
 
 FORK = multiprocessing.get_context("fork")
 # Records of 32 bytes, of which 160 bytes hold 5.

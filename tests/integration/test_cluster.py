@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from td_datapipes import RedisTDDataset, RedisTensorDict, append_dataset, write_dataset
 from td_datapipes.catalog import connect, drop, list_names
 from td_datapipes.errors import ConfigurationError, DataLossError, DatasetNotFoundError
-from td_datapipes.manifest import Manifest, manifest_key
+from td_datapipes.keys import manifest_key
+from td_datapipes.manifest import Manifest
 from td_datapipes.samplers import BlockShuffleBatchSampler, CoalescingBatchSampler
 from td_datapipes.wire.cluster import slot_of
 

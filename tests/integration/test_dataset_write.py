@@ -29,7 +29,8 @@ from td_datapipes.errors import (
     TDDatapipesError,
     ValueTooLargeError,
 )
-from td_datapipes.manifest import SPARE_BYTES, Manifest, superseded_key
+from td_datapipes.keys import superseded_key
+from td_datapipes.manifest import SPARE_BYTES, Manifest
 
 FORK = multiprocessing.get_context("fork")
 MIB = 1 << 20

@@ -39,7 +39,7 @@ from td_datapipes.garbage import collect_garbage, staged_writes
 from td_datapipes.group_chunks import GroupChunks
 from td_datapipes.ingest import ingest
 from td_datapipes.integrity import verify_dataset
-from td_datapipes.manifest import staged_key
+from td_datapipes.keys import staged_key
 
 CHUNK_KEY = re.compile(rb"td:\{[0-9a-f]+\.\d+\}:\d+:[0-9a-f]{8}")
 FORK = multiprocessing.get_context("fork")

@@ -23,7 +23,8 @@ from td_datapipes.garbage import collect_garbage, staged_writes
 from td_datapipes.group_chunks import GroupChunks
 from td_datapipes.ingest import ingest
 from td_datapipes.integrity import verify_dataset
-from td_datapipes.manifest import Manifest, staged_key
+from td_datapipes.keys import staged_key
+from td_datapipes.manifest import Manifest
 
 FORK = multiprocessing.get_context("fork")
 ROWS = 1000

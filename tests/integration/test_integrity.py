@@ -15,7 +15,8 @@ from td_datapipes import RedisTDDataset, append_dataset, verify_dataset, write_d
 from td_datapipes.catalog import chunk_keys, connect, drop
 from td_datapipes.errors import ChecksumError, ConfigurationError, DataLossError, DatasetNotFoundError
 from td_datapipes.integrity import load_checksums, shard_shares
-from td_datapipes.manifest import SPARE_BYTES, Manifest, manifest_key
+from td_datapipes.keys import manifest_key
+from td_datapipes.manifest import SPARE_BYTES, Manifest
 from td_datapipes.wire.cluster import slot_of
 
 TD = random_rows(95, {"x": (torch.float32, (60,)), ("n", "y"): (torch.int16, ())}, seed=7)

@@ -29,7 +29,8 @@ from td_datapipes.errors import ChecksumError, DataLossError
 from td_datapipes.garbage import collect_garbage
 from td_datapipes.ingest import ingest
 from td_datapipes.integrity import load_checksums
-from td_datapipes.manifest import Manifest, manifest_key
+from td_datapipes.keys import manifest_key
+from td_datapipes.manifest import Manifest
 from td_datapipes.wire.cluster import slot_of
 
 ROWS = RaggedRows([random.Random(5).randrange(30) for _ in range(120)], seed=2)

@@ -21,7 +21,8 @@ from td_datapipes import RedisTDDataset, append_dataset, write_dataset
 from td_datapipes.catalog import chunk_keys, connect, find_manifest
 from td_datapipes.errors import DatasetNotFoundError, InterruptedWriteError
 from td_datapipes.garbage import Collected, collect_garbage, staged_writes
-from td_datapipes.manifest import NAMES_KEY, Manifest, appends_key, manifest_key, superseded_key
+from td_datapipes.keys import NAMES_KEY, appends_key, manifest_key, superseded_key
+from td_datapipes.manifest import Manifest
 from td_datapipes.wire.channel import Channel
 
 OLD = random_rows(25, {"x": (torch.float32, (4,)), "y": (torch.int64, ())}, seed=1)

@@ -18,7 +18,8 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSamp
 from td_datapipes import RedisTDDataset, write_dataset
 from td_datapipes.collate import collate_tensordicts
 from td_datapipes.errors import DataLossError, RowIndexError
-from td_datapipes.manifest import Manifest, manifest_key
+from td_datapipes.keys import manifest_key
+from td_datapipes.manifest import Manifest
 
 NUM_ROWS = 50
 FIELDS: dict[Any, Any] = {

@@ -25,7 +25,8 @@ from td_datapipes.errors import (
     ServerUnavailableError,
     TDDatapipesError,
 )
-from td_datapipes.manifest import SPARE_BYTES, Manifest, manifest_key
+from td_datapipes.keys import manifest_key
+from td_datapipes.manifest import SPARE_BYTES, Manifest
 from td_datapipes.plan import ReadPlan
 from td_datapipes.store import RowReader
 from td_datapipes.wire.retry import RetryPolicy

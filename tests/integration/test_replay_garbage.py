@@ -14,7 +14,7 @@ from td_datapipes import RedisReplayBuffer
 from td_datapipes.catalog import connect, find_manifest
 from td_datapipes.errors import ConfigurationError, DatasetExistsError
 from td_datapipes.garbage import collect_garbage, staged_writes
-from td_datapipes.manifest import NAMES_KEY, manifest_key, staged_key, superseded_key
+from td_datapipes.keys import NAMES_KEY, manifest_key, staged_key, superseded_key
 from td_datapipes.replay import Trajectories, Uniform, keeping
 
 ROWS = 39

@@ -15,7 +15,7 @@ from td_datapipes import RedisReplayBuffer, write_dataset
 from td_datapipes.catalog import connect, find_manifest, stage
 from td_datapipes.errors import AuthenticationError, ConfigurationError, DatasetNotFoundError, NotEnoughRowsError
 from td_datapipes.garbage import collect_garbage, staged_writes, writer_note
-from td_datapipes.manifest import manifest_key
+from td_datapipes.keys import manifest_key
 from td_datapipes.replay import Fifo, Lifo, NStep, Prioritized, RateLimit, Slices, Trajectories, Uniform
 from td_datapipes.schema import schema_of
 

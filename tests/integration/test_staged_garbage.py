@@ -19,7 +19,7 @@ from td_datapipes.catalog import chunk_keys, connect, find_manifest
 from td_datapipes.conversion import convert
 from td_datapipes.errors import InterruptedWriteError
 from td_datapipes.garbage import Collected, collect_garbage, staged_writes
-from td_datapipes.manifest import NAMES_KEY, manifest_key, superseded_key
+from td_datapipes.keys import NAMES_KEY, manifest_key, superseded_key
 from td_datapipes.remote.staging import Staging
 from td_datapipes.store_garbage import STAGED_STORES_KEY, collect_stores, staged_stores
 

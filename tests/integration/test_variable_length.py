@@ -39,7 +39,8 @@ from td_datapipes.errors import (
     ServerFullError,
     TDDatapipesError,
 )
-from td_datapipes.manifest import Manifest, manifest_key
+from td_datapipes.keys import manifest_key
+from td_datapipes.manifest import Manifest
 from td_datapipes.mesh import MeshSpec
 from td_datapipes.plan import STRATEGIES, Strategy
 

@@ -26,7 +26,8 @@ from td_datapipes import (
     write_dataset,
 )
 from td_datapipes.errors import DataLossError
-from td_datapipes.manifest import Manifest, manifest_key
+from td_datapipes.keys import manifest_key
+from td_datapipes.manifest import Manifest
 from td_datapipes.samplers import (
     BlockShuffleBatchSampler,
     CoalescingBatchSampler,

@@ -20,6 +20,7 @@ LAYERS = (
     "collate",
     "varying",
     "schema",
+    "keys",
     "manifest",
     "order",
     "shares",

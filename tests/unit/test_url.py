@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from redis.connection import SSLConnection, UnixDomainSocketConnection
 
 from td_datapipes.errors import ConfigurationError, URLError
-from td_datapipes.manifest import encode_name, manifest_key, name_from_encoded, staged_key, superseded_key
+from td_datapipes.keys import encode_name, manifest_key, name_from_encoded, staged_key, superseded_key
 from td_datapipes.wire.url import PASSWORD_VARIABLE, USERNAME_VARIABLE, ServerURL
 
 SECRET = "swordfish-81c2"
