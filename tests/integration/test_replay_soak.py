@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Barrier, Event
 
 import pytest
 import torch
@@ -25,10 +25,11 @@ fork = multiprocessing.get_context("fork")
 Report = multiprocessing.SimpleQueue
 
 
-def write(url: str, number: int, width: int, stop: Event, report: Report[tuple[str, int]]) -> None:
+def write(url: str, number: int, width: int, opened: Barrier, stop: Event, report: Report[tuple[str, int]]) -> None:
     torch.set_num_threads(1)
     written, dice = 0, random.Random(number)
     with RedisReplayBuffer(url, CAPACITY, chunk_bytes=None if width == LONG else 4096) as buffer:
+        opened.wait(60)
         while not stop.is_set():
             rows = dice.choice((32, 64, 96, dice.randint(1, 50))) if width == LONG else 1 + written % 13
             buffer.extend(counted(number * 10**9 + written, rows, width))
@@ -36,10 +37,11 @@ def write(url: str, number: int, width: int, stop: Event, report: Report[tuple[s
     report.put((f"written by {number}", written))
 
 
-def sample(url: str, prefetch: int, stop: Event, report: Report[tuple[str, int]]) -> None:
+def sample(url: str, prefetch: int, opened: Barrier, stop: Event, report: Report[tuple[str, int]]) -> None:
     torch.set_num_threads(1)
     batches = wrong = updates = 0
     with RedisReplayBuffer(url, sampler=Prioritized(), prefetch=prefetch) as buffer:
+        opened.wait(60)
         while not stop.is_set():
             try:
                 batch = buffer.sample(64)
@@ -76,11 +78,13 @@ def disturb(server: ServerProcess, seconds: float) -> int:
 def test_rows_and_counts_stay_right_whatever_happens_to_the_connections(kind: str, width: int) -> None:
     with ServerProcess(kind) as server:
         url = server.url("soak", socket_timeout=0.5)
-        stop, report = fork.Event(), fork.SimpleQueue()
-        processes = [fork.Process(target=write, args=(url, number, width, stop, report)) for number in range(3)]
-        processes += [fork.Process(target=sample, args=(url, prefetch, stop, report)) for prefetch in (0, 3)]
+        # Opening may take no longer than an answer may, which is a named error where the server is stopped for longer.
+        opened, stop, report = fork.Barrier(6), fork.Event(), fork.SimpleQueue()
+        processes = [fork.Process(target=write, args=(url, number, width, opened, stop, report)) for number in range(3)]
+        processes += [fork.Process(target=sample, args=(url, prefetch, opened, stop, report)) for prefetch in (0, 3)]
         for process in processes:
             process.start()
+        opened.wait(60)
         faults = disturb(server, SECONDS)
         stop.set()
         for process in processes:
