@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documented_users import PASSWORD, documented, guarded_server
 from rows_in_memory import assert_same_rows, random_rows
 from servers import ClusterProcess, ServerProcess, make_certificates, start_cluster
 from torch.utils.data import DataLoader
@@ -22,21 +22,11 @@ from td_datapipes.samplers import BlockShuffleBatchSampler
 TD = random_rows(300, {"x": (torch.float32, (6,)), ("n", "y"): (torch.int16, ())}, seed=6)
 TD["row"] = torch.arange(300)
 ROWS = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:90].tolist()
-PASSWORD = "tr0mb0ne-77ab"
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
-
-
-def documented(role: str) -> str:
-    """The rules that the page gives for a role, as one line."""
-    found = re.search(rf"```text\nuser {role} on >PASSWORD (.*?)```", PAGE.read_text(), re.DOTALL)
-    assert found, role
-    return " ".join(found[1].split())
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])
 def guarded(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    users = {role: (PASSWORD, documented(role)) for role in ("reader", "trainer", "writer")}
-    with ServerProcess(request.param, password="s3cret-for-all", users=users) as process:
+    with guarded_server(request.param, "reader", "trainer", "writer") as process:
         yield process
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from documented_users import PASSWORD, documented, guarded_server
 from replay_rows import GAMMA, counted, episode, expected_return
 from servers import ClusterProcess, ServerProcess
-from test_security import PASSWORD, documented
 
 from td_datapipes import RedisReplayBuffer, write_dataset
 from td_datapipes.catalog import connect, find_manifest, stage
@@ -27,8 +27,7 @@ JOINED = Trajectories(id="episode", step="step", reward="reward", done="done", t
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])
 def guarded(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    users = {role: (PASSWORD, documented(role)) for role in ROLES}
-    with ServerProcess(request.param, password="s3cret-for-all", users=users) as process:
+    with guarded_server(request.param, *ROLES) as process:
         yield process
 
 
