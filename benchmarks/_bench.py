@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
@@ -85,35 +86,45 @@ class Rounds:
 
     def ratio(self, name: str, reference: str) -> float:
         """How many times as long as the reference it takes: the median over the rounds."""
+        return statistics.median(self._ratios(name, reference))
+
+    def quartiles(self, name: str, reference: str) -> tuple[float, float]:
+        """What half of the rounds' ratios lie between."""
+        found = self._ratios(name, reference)
+        low, _, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+        return low, high
+
+    def _ratios(self, name: str, reference: str) -> list[float]:
         pairs = zip(self.seconds[name], self.seconds[reference], strict=True)
-        return statistics.median(own / other for own, other in pairs)
+        return [own / other for own, other in pairs]
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[Drawn], object]], draws: Iterable[Drawn], *, num_warmup: int = 3
+    contenders: Mapping[str, Callable[[Drawn], object]],
+    draws: Iterable[Drawn],
+    *,
+    num_warmup: int = 3,
+    turn: int = TURN,
 ) -> Rounds:
-    """Time contenders in turn, each `TURN` times in succession with each round's draws.
+    """Time contenders in turn, each `turn` times in succession with each round's draws.
 
     The first call of a turn is not counted: it finds the processor's caches full of the others' code and tables, which
     a training loop that reads batch after batch never does. What counts is the median of the rest of the turn.
 
     Args:
         contenders: by name. What they return is dropped after the clock was read.
-        draws: `TURN` a round, the warm-up rounds first; a last round may have fewer.
-        num_warmup: rounds that are not counted.
+        draws: `turn` a round, the warm-up rounds first; a last round may have fewer. Taken round by round.
+        num_warmup: rounds that are not counted; one always is.
+        turn: calls in succession.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    names, order = list(contenders), random.Random(0)
-    every = list(draws)
-    starts = range(0, len(every), TURN)
-    num_warmup = min(num_warmup, len(starts) - 1)
-    for number, start in enumerate(starts):
+    names, order, source = list(contenders), random.Random(0), iter(draws)
+    while drawn := list(islice(source, turn)):
         order.shuffle(names)
         for name in names:
-            took = [_timed(contenders[name], drawn) for drawn in every[start : start + TURN]]
-            if number >= num_warmup:
-                seconds[name].append(statistics.median(took[1:] or took))
-    return Rounds(seconds=seconds)
+            took = [_timed(contenders[name], one) for one in drawn]
+            seconds[name].append(statistics.median(took[1:] or took))
+    return Rounds(seconds={name: found[min(num_warmup, len(found) - 1) :] for name, found in seconds.items()})
 
 
 def _timed(call: Callable[[Drawn], object], drawn: Drawn) -> float:

@@ -3,7 +3,8 @@
     python benchmarks/tensordict_store.py [--quick] [--json FILE] [--server embedded|redis]
 
 Both read the same keys of the same server. A ratio is how many times faster than ``TensorDictStore`` it is: the median
-over the rounds. `convert` is timed once, there and back, as what the same batches cost in the layout `records`.
+over the rounds, and in brackets what half of the rounds lie between. `convert` is timed
+once, there and back, as what the same batches cost in the layout `records`.
 """
 
 from __future__ import annotations
@@ -91,9 +92,13 @@ class StoreBench:
         cells = [self.label, f"{self.dataset.row_bytes:,}", f"{batches.median('TensorDictStore') * 1e3:.2f}"]
         for measure, rounds, goal in (("scattered", batches, 4.0), ("slice", runs, 2.0)):
             ratio = 1 / rounds.ratio("tensordict_store", "TensorDictStore")
+            low, high = sorted(1 / bound for bound in rounds.quartiles("tensordict_store", "TensorDictStore"))
             seconds = rounds.median("tensordict_store")
             results.add(server=server, rows=self.label, measure=measure, median_seconds=seconds, ratio=ratio)
-            cells += [f"{seconds * 1e3:.2f}", f"{ratio:.1f}" + ("" if ratio >= goal else " (!)")]
+            cells += [
+                f"{seconds * 1e3:.2f}",
+                f"{ratio:.1f} [{low:.1f}, {high:.1f}]" + ("" if ratio >= goal else " (!)"),
+            ]
         copied = len(self.td) * self.dataset.row_bytes / self.convert_seconds / 1e6
         results.add(server=server, rows=self.label, measure="convert", seconds=self.convert_seconds)
         return [*cells, f"{batches.median('records') * 1e3:.2f}", f"{copied:,.0f}"]
