@@ -204,8 +204,12 @@ class ChunkPart:
         return self._records(0, int(self.counts.sum()))
 
     def commands(self, heads: Sequence[bytes]) -> Iterator[bytes | memoryview]:
-        """One SET a chunk; its records are put together some at a time, while the server receives those before."""
-        step, begin = max(1, _PART_BYTES // self.stride_bytes), 0
+        """One SET a chunk; its records are put together some at a time, while the server receives those before.
+
+        Records that need not be put together are one part: the fewer, the less often the server is woken.
+        """
+        step = int(self.counts.max()) if self._in_place else max(1, _PART_BYTES // self.stride_bytes)
+        begin = 0
         for key, count in zip(self.keys.tolist(), self.counts.tolist(), strict=True):
             nbytes = count * self.stride_bytes + self.spare_bytes
             yield b"*3\r\n$3\r\nSET\r\n%b$%d\r\n" % (heads[key][len(_SETRANGE) :], nbytes)
@@ -214,10 +218,14 @@ class ChunkPart:
             yield bytes(self.spare_bytes) + b"\r\n"
             begin += count
 
+    @property
+    def _in_place(self) -> bool:
+        """Whether the records lie in memory as they will in the chunk."""
+        return len(self.columns) == 1 and self.columns[0][1].dtype.itemsize == self.stride_bytes
+
     def _records(self, first: int, stop: int) -> npt.NDArray[np.uint8]:
-        start, items = self.columns[0]
-        if len(self.columns) == 1 and items.dtype.itemsize == self.stride_bytes:
-            return items[first:stop].view(np.uint8)
+        if self._in_place:
+            return self.columns[0][1][first:stop].view(np.uint8)
         records = np.zeros((stop - first) * self.stride_bytes, dtype=np.uint8)
         for start, items in self.columns:
             mine = items[first:stop]

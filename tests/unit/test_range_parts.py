@@ -116,3 +116,12 @@ def test_all_rows_are_set_chunk_by_chunk(widths: dict[str, int], chunk_bytes: in
     carried_out(whole, by_set)
     carried_out(ranges, by_range)
     assert by_set == by_range
+
+
+def test_records_that_need_not_be_put_together_are_one_part_from_where_they_lie() -> None:
+    schema, layouts, values = one_group({"a": 4096}, 1 << 22)
+    write = row_writes(schema, layouts, chunk_key, values, range(ROWS), SPARE_BYTES)
+    data = values["a",].numpy()
+    (part,) = [part for part in write.commands() if isinstance(part, memoryview)]
+    assert len(part) == data.nbytes
+    assert np.shares_memory(np.frombuffer(part, dtype=np.uint8), data)
