@@ -24,7 +24,7 @@ from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import Copy, Output, ReadSpec, Rows
 from td_datapipes.schema import ALIGNMENT_BYTES, Key
-from td_datapipes.slabs import PeriodicSlab, RunSlab, Slab, Spacing
+from td_datapipes.slabs import CoveringSlab, PeriodicSlab, RunSlab, Slab, Spacing
 
 __all__ = [
     "LONG_BYTES",
@@ -170,26 +170,28 @@ class ContiguousBatch:
 
     def _is_one_stretch(self, copy: Copy, slab: Slab) -> bool:
         """Whether rows follow each other in the field as they do in the reply stream, with nothing in between."""
-        if not isinstance(slab, RunSlab):
+        if not isinstance(slab, RunSlab | CoveringSlab) or not isinstance(slab.positions, slice):
             return False
-        return self._spec.outputs[copy.output].nbytes == copy.nbytes == slab.row_step_bytes
+        offsets = slab.segment_offsets(copy.segment)
+        if not isinstance(offsets, Spacing) or slab.sources is not None:
+            return False
+        return self._spec.outputs[copy.output].nbytes == copy.nbytes == offsets.step
 
     def _places_of(self, copy: Copy, slab: Slab) -> Iterable[Place]:
         """Where each row of the slab goes first."""
-        if isinstance(slab, RunSlab) and self._is_one_stretch(copy, slab):
-            return self._stretches(copy, slab)
         offsets = slab.segment_offsets(copy.segment)
         if isinstance(offsets, Spacing):
+            if isinstance(slab.positions, slice) and self._is_one_stretch(copy, slab):
+                return self._stretches(copy, offsets.first + copy.segment_start, slab.positions)
             starts: Iterable[int] = count(offsets.first + copy.segment_start, offsets.step)
         else:
             starts = (offsets + copy.segment_start).tolist()
         return list(zip(starts, self._targets(copy, _first_positions(slab)), strict=False))
 
-    def _stretches(self, copy: Copy, slab: RunSlab) -> Iterable[Place]:
-        """Rows that follow each other in the field too."""
+    def _stretches(self, copy: Copy, first: int, positions: slice) -> Iterable[Place]:
+        """Rows that follow each other in the field too, from that byte of the stream on."""
         memory, step = self._memories[copy.output].data, copy.nbytes
-        first = slab.segment_offsets(copy.segment).first + copy.segment_start
-        return [(first, memory[slab.positions.start * step : slab.positions.stop * step])]
+        return [(first, memory[positions.start * step : positions.stop * step])]
 
     def _targets(self, copy: Copy, positions: Rows) -> list[memoryview]:
         """The memory of these rows of the batch."""

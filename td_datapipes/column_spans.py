@@ -1,4 +1,4 @@
-"""Short columns that are read from the first wanted row to the last, beside longer ones that are not. Pure.
+"""Columns that are read from the first wanted row to the last: of adjacent rows, or short ones of scattered rows. Pure.
 
 Where each field of a row lies in a string of its own, scattered rows of a short field often cost more as ranges than
 all bytes between the first and the last of them as one: 256 of 50,000 rows of 4 bytes lie in 200 KB.
@@ -6,12 +6,15 @@ all bytes between the first and the last of them as one: 256 of 50,000 rows of 4
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 
 from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, Rows, frame_headers
-from td_datapipes.slabs import CoveringSlab, Ranges
+from td_datapipes.slabs import CoveringSlab, Ranges, Spacing
 
-__all__ = ["span_slab", "spanned_segments"]
+__all__ = ["run_slab", "span_slab", "spanned_segments"]
 
 _MIN_ROWS = 32
 """Fewer cost little however they are read."""
@@ -45,6 +48,26 @@ def spanned_segments(ordered: Rows, spec: ReadSpec, max_gap_bytes: int, max_byte
     return tuple(found)
 
 
+def run_slab(rows: Rows, spec: ReadSpec) -> CoveringSlab:
+    """One range a segment over adjacent rows, each segment of a group that has them all in one chunk.
+
+    Args:
+        rows: ascending, without a gap.
+        spec: what of each row is read.
+    """
+    columns = _Columns.of(spec, range(len(spec.segments)), int(rows[0]), int(rows[-1]))
+    return CoveringSlab(
+        rows=rows,
+        covered=columns.ranges,
+        prefix=b"",
+        stream_bytes=columns.stream_bytes,
+        num_bytes=sum(columns.spans),
+        offsets=tuple(map(Spacing, columns.heads, columns.strides)),
+        positions=slice(0, len(rows)),
+        sources=None,
+    )
+
+
 def span_slab(
     rows: Rows,
     positions: slice | Rows,
@@ -60,29 +83,55 @@ def span_slab(
         spec: what of each row is read.
         numbers: of the segments.
     """
-    first, last = int(rows.min()), int(rows.max())
-    segments = [spec.segments[number] for number in numbers]
-    strides = [spec.layouts[segment.group].stride_bytes for segment in segments]
-    spans = [(last - first) * stride + segment.nbytes for stride, segment in zip(strides, segments, strict=True)]
-    starts = [first * stride + segment.start_bytes for stride, segment in zip(strides, segments, strict=True)]
-    lengths = np.array(spans, dtype=np.int64)
-    ends = np.cumsum(frame_headers(lengths) + lengths + TRAILER_BYTES)
+    first = int(rows.min())
+    columns = _Columns.of(spec, numbers, first, int(rows.max()))
     offsets: list[Rows] = [rows] * len(spec.segments)
-    for number, stride, end, length in zip(numbers, strides, ends.tolist(), spans, strict=True):
-        offsets[number] = (rows - first) * stride + (end - TRAILER_BYTES - length)
+    for number, stride, head in zip(numbers, columns.strides, columns.heads, strict=True):
+        offsets[number] = (rows - first) * stride + head
     return CoveringSlab(
         rows=rows,
-        covered=Ranges(
-            groups=np.array([segment.group for segment in segments]),
-            chunks=np.zeros_like(lengths),
-            starts=np.array(starts),
-            lengths=lengths,
-        ),
+        covered=columns.ranges,
         prefix=b"",
-        stream_bytes=int(ends[-1]),
-        num_bytes=sum(spans),
+        stream_bytes=columns.stream_bytes,
+        num_bytes=sum(columns.spans),
         offsets=tuple(offsets),
         positions=positions,
         sources=sources,
         held=numbers,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """Ranges of several segments, each from a first row to a last one, whose replies follow each other.
+
+    Attributes:
+        ranges: one a segment.
+        strides: bytes from row to row.
+        spans: bytes of each.
+        heads: where the first row's bytes start in the reply stream.
+        stream_bytes: its length.
+    """
+
+    ranges: Ranges
+    strides: list[int]
+    spans: list[int]
+    heads: list[int]
+    stream_bytes: int
+
+    @classmethod
+    def of(cls, spec: ReadSpec, numbers: Iterable[int], first: int, last: int) -> _Columns:
+        segments = [spec.segments[number] for number in numbers]
+        strides = [spec.layouts[segment.group].stride_bytes for segment in segments]
+        spans = [(last - first) * stride + segment.nbytes for stride, segment in zip(strides, segments, strict=True)]
+        starts = [first * stride + segment.start_bytes for stride, segment in zip(strides, segments, strict=True)]
+        lengths = np.array(spans, dtype=np.int64)
+        ends = np.cumsum(frame_headers(lengths) + lengths + TRAILER_BYTES)
+        ranges = Ranges(
+            groups=np.array([segment.group for segment in segments]),
+            chunks=np.zeros_like(lengths),
+            starts=np.array(starts),
+            lengths=lengths,
+        )
+        heads = (ends - TRAILER_BYTES - lengths).tolist()
+        return cls(ranges=ranges, strides=strides, spans=spans, heads=heads, stream_bytes=int(ends[-1]))

@@ -13,7 +13,7 @@ from td_datapipes.assemble import LONG_BYTES, ContiguousBatch, Place, copy_rows,
 from td_datapipes.memory import MemoryPool
 from td_datapipes.read_spec import Copy, ReadSpec, Rows
 from td_datapipes.schema import Key
-from td_datapipes.slabs import RunSlab, Slab
+from td_datapipes.slabs import Slab
 
 __all__ = ["JointBatch"]
 
@@ -62,13 +62,12 @@ class JointBatch(ContiguousBatch):
                 place[:] = stream.data[start : start + len(place)]
             self._repeat(copy, again)
 
-    def _stretches(self, copy: Copy, slab: RunSlab) -> Iterable[Place]:
+    def _stretches(self, copy: Copy, first: int, positions: slice) -> Iterable[Place]:
         """One place a batch."""
         if copy.output not in self._apart:
-            yield from super()._stretches(copy, slab)
+            yield from super()._stretches(copy, first, positions)
             return
-        positions, step = slab.positions, copy.nbytes
-        first = slab.segment_offsets(copy.segment).first + copy.segment_start
+        step = copy.nbytes
         for (_, memory), (low, high) in zip(self._apart[copy.output], pairwise(self._bounds.tolist()), strict=True):
             begin, stop = max(low, positions.start), min(high, positions.stop)
             if begin < stop:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from td_datapipes.column_spans import span_slab, spanned_segments
+from td_datapipes.column_spans import run_slab, span_slab, spanned_segments
 from td_datapipes.cost import ReadCost
 from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, Rows, frame_headers, segment_addresses
 from td_datapipes.slabs import ColumnSlab, CoveringSlab, PeriodicSlab, Ranges, RunSlab, Slab
@@ -92,8 +92,8 @@ def plan_read(
         if spec.closed(max_gap_bytes):
             return ReadPlan(num_rows=len(rows), slabs=tuple(_run_slabs(rows, spec, slab_bytes)), strategy="covering")
         if spec.closed_singly(max_gap_bytes):
-            runs = [_run_slabs(rows, spec, slab_bytes, only) for only in range(len(spec.segments))]
-            return ReadPlan(num_rows=len(rows), slabs=tuple(chain.from_iterable(runs)), strategy="covering")
+            runs = _column_runs(rows, spec, slab_bytes)
+            return ReadPlan(num_rows=len(rows), slabs=tuple(runs), strategy="covering")
     ordered = np.sort(rows)
     spanned: tuple[int, ...] = ()
     if strategy == "auto":
@@ -119,6 +119,13 @@ def _has_columns(rows: Rows, spec: ReadSpec, last_row: int, *, atomic: bool) -> 
 
 def _adjacent(rows: Rows) -> bool:
     return int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows[1:] > rows[:-1]).all())
+
+
+def _column_runs(rows: Rows, spec: ReadSpec, slab_bytes: int) -> Iterable[Slab]:
+    """Adjacent rows of segments each in a group of its own: short ones as one slab, as every slab costs something."""
+    if len(rows) * spec.row_bytes <= slab_bytes and spec.has_columns(int(rows[-1])):
+        return [run_slab(rows, spec)]
+    return chain.from_iterable(_run_slabs(rows, spec, slab_bytes, only) for only in range(len(spec.segments)))
 
 
 def _run_slabs(rows: Rows, spec: ReadSpec, slab_bytes: int, only: int | None = None) -> Iterator[Slab]:

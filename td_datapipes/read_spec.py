@@ -129,12 +129,15 @@ class ReadSpec:
 
     def has_columns(self, last_row: int) -> bool:
         """Whether each of several segments is in a group of its own that has all rows up to that one in one chunk."""
+        return last_row < self._column_rows
+
+    @cached_property
+    def _column_rows(self) -> int:
+        """How many rows the first chunks have of segments that are columns; 0 where they are not."""
         layouts = [self.layouts[segment.group] for segment in self.segments]
-        return (
-            len(self.segments) > 1
-            and len({segment.group for segment in self.segments}) == len(self.segments)
-            and all(layout.pieces == 1 and last_row < layout.records_per_chunk for layout in layouts)
-        )
+        alone = len({segment.group for segment in self.segments}) == len(self.segments) > 1
+        uncut = all(layout.pieces == 1 for layout in layouts)
+        return min(layout.records_per_chunk for layout in layouts) if alone and uncut else 0
 
     @cached_property
     def columns(self) -> tuple[int, ...]:

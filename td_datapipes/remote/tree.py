@@ -88,6 +88,7 @@ class Tree(ABC):
         self.description = description
         self.skeleton = _skeleton(description, self.unbatched, self.batch_size)
         self._readers = {}
+        self._below: dict[tuple[Key, ...], tuple[tuple[Field, ...], tuple[Extra, ...]]] = {}
 
     @property
     @abstractmethod
@@ -190,7 +191,7 @@ class Tree(ABC):
         wanted = tuple(keys)
 
         def action() -> TensorDictBase:
-            fields, others = self.fields_below(wanted)
+            fields, others = self._below.get(wanted) or self._below.setdefault(wanted, self.fields_below(wanted))
             numbers = np.arange(self.rows, dtype=np.int64) if rows is None else rows
             batch = self._reader(fields).read(numbers)
             extras = extra_fields(self.server, self.description, others, allow_pickle=self.options.allow_pickle)

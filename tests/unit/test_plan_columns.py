@@ -10,16 +10,18 @@ import torch
 from chunks_in_memory import StoreInMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows_in_memory import random_rows
+from rows_in_memory import assert_same_tensor, random_rows
 from test_plan import check_batch, check_economy, cost_with_gap, rows_of
 from test_requests import asked_by, expected
 
+from td_datapipes.assemble import make_sink
 from td_datapipes.cost import CostModel, ReadCost
 from td_datapipes.errors import ConfigurationError
 from td_datapipes.manifest import ChunkLayout
+from td_datapipes.memory import MemoryPool
 from td_datapipes.plan import MAX_LUA_RANGES, RUN_BYTES, STRATEGIES, Strategy, plan_read
 from td_datapipes.read_spec import Copy, Output, ReadSpec, Segment
-from td_datapipes.slabs import ColumnSlab, PeriodicSlab, RunSlab
+from td_datapipes.slabs import ColumnSlab, PeriodicSlab
 from td_datapipes.wire.requests import RequestBuilder
 
 STORE = StoreInMemory(
@@ -91,9 +93,26 @@ def test_adjacent_rows_are_one_range_a_field() -> None:
     spec = STORE.spec()
     plan = plan_read(np.arange(20, 60), spec, ReadCost(), strategy="auto", slab_bytes=1 << 20)
     assert plan.strategy == "covering"
-    assert all(isinstance(slab, RunSlab) for slab in plan.slabs)
     lengths = sorted(length for slab in plan.slabs for _, _, _, length in STORE.requests(slab))
     assert lengths == [40 * 2, 40 * 3, 40 * 256, 40 * 256, 40 * 800]
+
+
+@pytest.mark.parametrize(("slab_bytes", "num_slabs"), [(1 << 20, 1), (40 * 1317, 1), (40 * 1317 - 1, 5)])
+def test_short_adjacent_rows_are_one_slab_and_received_where_they_belong(slab_bytes: int, num_slabs: int) -> None:
+    spec, rows = STORE.spec(), np.arange(20, 60)
+    assert spec.row_bytes == 1317
+    plan = plan_read(rows, spec, ReadCost(), strategy="auto", slab_bytes=slab_bytes)
+    assert len(plan.slabs) == num_slabs
+    sink = make_sink(plan, spec, MemoryPool(), strided=False, pin_memory=False)
+    for slab in plan.slabs:
+        stream = np.frombuffer(STORE.reply(plan, slab), dtype=np.uint8)
+        places = sink.places(slab) or []
+        assert sum(len(place) for _, place in places) == slab.num_bytes
+        for start, place in places:
+            place[:] = stream[start : start + len(place)].data
+        sink.placed(slab, np.zeros_like(stream))
+    for key, tensor in sink.tensors.items():
+        assert_same_tensor(tensor, STORE.td.get(key)[20:60], key)
 
 
 def test_long_runs_are_cut() -> None:
