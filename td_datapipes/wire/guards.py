@@ -61,7 +61,7 @@ class GuardExchange:
         job: counts it as one more thing to receive.
     """
 
-    nbytes = 0
+    nbytes = part_bytes = 0
 
     def __init__(self, guard: Guard, job: Any) -> None:
         self.request = (guard.request,)

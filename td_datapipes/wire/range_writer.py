@@ -39,6 +39,8 @@ _EXEC = b"*1\r\n$4\r\nEXEC\r\n"
 class _Lines:
     """A request whose replies are lines (an `Exchange`)."""
 
+    part_bytes = 0
+
     def __init__(self, request: Iterable[bytes | memoryview], num_lines: int) -> None:
         self.request = request
         self.text = b""

@@ -21,7 +21,7 @@ from td_datapipes.wire.channel import Channel
 from td_datapipes.wire.faults import RangeFault
 from td_datapipes.wire.guards import Guard, GuardExchange
 from td_datapipes.wire.replies import BulkReply, ErrorReply, ReplyParser, StreamCheck, stream_check
-from td_datapipes.wire.requests import RequestBuilder
+from td_datapipes.wire.requests import RequestBuilder, part_bytes
 
 __all__ = ["PlanReader", "ReadJob", "ReadStats"]
 
@@ -133,6 +133,7 @@ class _SlabExchange:
         self.request = job.request(slab)
         self.job = job
         self.nbytes = slab.stream_bytes
+        self.part_bytes = 0 if job.plan.strategy == "lua" else part_bytes(slab)
         self._number, self._slab, self._staging = number, slab, staging
         self._got = self._taken_rows = self._taken_bytes = 0
         self._in_parts = False

@@ -18,7 +18,7 @@ from td_datapipes.slabs import ColumnSlab, PeriodicSlab, RunSlab, Slab
 from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, range_commands
 from td_datapipes.wire.scripts import load_script
 
-__all__ = ["RequestBuilder", "bulk"]
+__all__ = ["RequestBuilder", "bulk", "part_bytes"]
 
 MAX_TABLE_ENTRIES = 32768
 """Bounds each table to a few MB; a full one starts over."""
@@ -31,6 +31,10 @@ _HALF_RANGES = 512
 """Of requests for so many or more half is sent first: a quarter would be done with before the rest comes."""
 MAX_EARLY_RANGES = 512
 """Made while the server has nothing to do."""
+_LONG_ROW_BYTES = 4096
+_PACED_BYTES = 256 * 1024
+"""At most, of the replies to a part of a request for rows so long. A server makes all replies to what it finds in its
+socket before it sends the first: so they are still in its processor's cache, and their memory comes round sooner."""
 _MIN_TEXT_RANGES = 48
 """From so many on, numpy's calls cost less than formatting each range."""
 _MAX_TEXT_KEYS = 16
@@ -133,6 +137,12 @@ class RequestBuilder:
 
     def _periodic(self, slab: PeriodicSlab) -> Iterator[bytes]:
         spec, rows = slab.spec, slab.rows
+        paced = part_bytes(slab)
+        if paced:
+            step = paced // spec.period_bytes
+            for at in range(0, len(rows), step):
+                yield self._rows(spec, rows[at : at + step])
+            return
         first = min(slab.num_ranges // (2 if slab.num_ranges >= _HALF_RANGES else 4), MAX_EARLY_RANGES)
         early = first // len(spec.segments) if first >= EARLY_RANGES else 0
         if early:
@@ -204,6 +214,14 @@ class RequestBuilder:
         keys = [self._keys[segment.group << _CHUNK_BITS] for segment in segments]
         packed = slab.rows.astype("<u4").tobytes()
         return b"".join([head, *keys, bulk(packed), bulk(np.array(columns, dtype="<u4").tobytes())])
+
+
+def part_bytes(slab: Slab) -> int:
+    """Of the reply to each part of the request for a slab by ranges, where the next ones are held back; else 0."""
+    if not isinstance(slab, PeriodicSlab) or slab.spec.period_bytes < _LONG_ROW_BYTES:
+        return 0
+    num_parts = min(-(-slab.stream_bytes // _PACED_BYTES), len(slab.rows))
+    return -(-len(slab.rows) // num_parts) * slab.spec.period_bytes
 
 
 def _fits_text(spec: ReadSpec, rows: Rows) -> bool:

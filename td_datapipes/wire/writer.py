@@ -19,6 +19,8 @@ __all__ = ["BulkWriter"]
 class _SetExchange:
     """``SET key value`` (an `Exchange`)."""
 
+    part_bytes = 0
+
     def __init__(self, key: bytes, value: Sequence[bytes | memoryview]) -> None:
         nbytes = sum(len(part) for part in value)
         head = b"*3\r\n$3\r\nSET\r\n" + bulk(key) + b"$%d\r\n" % nbytes

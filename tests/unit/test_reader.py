@@ -347,8 +347,8 @@ def test_no_more_is_asked_for_ahead_than_the_limit() -> None:
     job = reader.start(plan)
     job.sink = make_sink(plan, spec, MemoryPool(), strided=False, pin_memory=False)
     asked = bytes(stream.sent).count(b"GETRANGE")
-    assert 1 < asked <= MAX_IN_FLIGHT_BYTES // (1 << 20) + 1
-    assert reader.stats.ranges == asked
+    # Of long rows less is in flight than has been made ready to be asked for.
+    assert 1 < asked <= reader.stats.ranges <= MAX_IN_FLIGHT_BYTES // (1 << 20) + 1
     with pytest.raises(ServerTimeoutError):
         reader.finish(job, time.monotonic(), "reading")
     assert stream.closed

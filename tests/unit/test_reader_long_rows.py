@@ -171,3 +171,40 @@ def test_tampered_framing_is_never_taken_for_right(data: st.DataObject) -> None:
     else:
         assert bytes(stream[: len(right)]) == right
         assert_rows(chunks, tensors, rows)
+
+
+class Watched(ScriptedStream):
+    """Also notes how many bytes of replies were asked for and not received whenever something is."""
+
+    def __init__(self, stream: bytes, piece: int, reply_bytes: int) -> None:
+        super().__init__(cut(stream, range(piece, len(stream), piece)))
+        self._reply_bytes = reply_bytes
+        self._received = 0
+        self.due: list[int] = []
+
+    def recv_into(self, target: memoryview) -> int:
+        self.due.append(self.sent.count(b"GETRANGE") * self._reply_bytes - self._received)
+        count = super().recv_into(target)
+        self._received += count
+        return count
+
+
+@pytest.mark.parametrize("piece", [9_973, 150_001, 1 << 20])
+def test_long_rows_are_asked_for_as_they_come(piece: int) -> None:
+    chunks = ChunksInMemory(random_rows(800, {"x": (torch.uint8, (30_000,))}, seed=3), chunk_bytes=1 << 18)
+    rows = [int(row) for row in np.random.default_rng(1).integers(0, 800, 600)]
+    plans = [plan_of(chunks, rows[:250], "pipelined"), plan_of(chunks, rows[250:], "pipelined")]
+    replies = [chunks.reply(plan, slab) for plan in plans for slab in plan.slabs]
+    reply_bytes = sum(map(len, replies)) // sum(plan.num_ranges for plan in plans)
+    stream = Watched(b"".join(replies), piece, reply_bytes)
+    reader = PlanReader(stream.channel, RequestBuilder(chunks.layout.chunk_key), ReadStats())
+    jobs = [reader.start(plan) for plan in plans]
+    for job, wanted in zip(jobs, (rows[:250], rows[250:]), strict=True):
+        job.sink = make_sink(job.plan, chunks.spec(), MemoryPool(), strided=False, pin_memory=False)
+        reader.finish(job, time.monotonic() + 30, "reading")
+        assert_rows(chunks, job.sink.tensors, wanted)
+    stream.close()
+    # Parts are asked for while fewer bytes are on their way than the limit: never so few that the server has to wait.
+    assert (4 << 20) - (1 << 18) < max(stream.due) < (4 << 20) + (1 << 18)
+    assert min(stream.due[: len(stream.due) // 2]) > 2 << 20
+    assert stream.sent.count(b"GETRANGE") == sum(plan.num_ranges for plan in plans)
