@@ -6,8 +6,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from tensordict import TensorDict
 
@@ -17,22 +17,13 @@ from td_datapipes.errors import (
     ServerUnavailableError,
     TDDatapipesError,
 )
-from td_datapipes.replay.picks import Picks
-from td_datapipes.replay.reads import BatchMaker, Begun, Request
+from td_datapipes.replay.reads import BatchMaker, Begun, Chosen, Request
 
-__all__ = ["Ahead", "Waiting"]
+__all__ = ["Ahead"]
 
 _LOOK_SECONDS = 1.0
 """How long one try in the background may take before it is looked whether anybody still wants it."""
 _TRANSIENT = (RateLimitError, ServerTimeoutError, ServerUnavailableError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """A batch that was chosen and not handed over."""
-
-    request: Request
-    picks: Picks
 
 
 class Ahead:
@@ -45,11 +36,11 @@ class Ahead:
         chosen: batches that were chosen before, by a process that saved its state.
     """
 
-    def __init__(self, maker: BatchMaker, depth: int, first: Request, chosen: Iterator[Waiting]) -> None:
+    def __init__(self, maker: BatchMaker, depth: int, first: Request, chosen: Iterable[Chosen]) -> None:
         self._maker, self._depth, self._next = maker, depth, first
-        self._chosen = chosen
+        self._chosen = deque(chosen)
         self._begun: deque[Begun] = deque()
-        self._ready: deque[tuple[Waiting, TensorDict]] = deque()
+        self._ready: deque[tuple[Chosen, TensorDict]] = deque()
         self._state = threading.Condition()
         self._stepping = threading.Lock()
         self._error: BaseException | None = None
@@ -80,19 +71,14 @@ class Ahead:
 
     @property
     def failed(self) -> bool:
-        """Whether its thread has ended with an error that nothing but a new one gets over."""
+        """Whether it has ended with an error that nothing but a new one gets over."""
         return self._error is not None and not isinstance(self._error, _TRANSIENT)
 
-    def waiting(self) -> list[Waiting]:
-        """What was chosen and not handed over, in order."""
+    def standing(self) -> tuple[list[Chosen], int]:
+        """What was chosen and not handed over, in order, and the number of the batch that will be chosen next."""
         with self._stepping, self._state:
-            begun = [Waiting(request=begun.request, picks=begun.picks) for begun in self._begun]
-            return [*(waiting for waiting, _ in self._ready), *begun]
-
-    @property
-    def next_number(self) -> int:
-        """The number of the batch that will be chosen next."""
-        return self._next.number
+            ready, begun = [chosen for chosen, _ in self._ready], [begun.chosen for begun in self._begun]
+            return [*ready, *begun, *self._chosen], self._next.number
 
     def _run(self) -> None:
         while not self._stopped:
@@ -111,12 +97,12 @@ class Ahead:
 
     def _step(self) -> None:
         with self._state:
-            while not self._stopped and len(self._ready) + len(self._begun) >= self._depth and not self._begun:
+            while not self._stopped and not self._room and not self._begun:
                 self._state.wait()
         if self._stopped:
             return
         failure: TDDatapipesError | None = None
-        while len(self._begun) < 2 and len(self._begun) + len(self._ready) < self._depth and not failure:
+        while len(self._begun) < 2 and self._room and not failure:
             try:
                 self._begin()
             except TDDatapipesError as error:
@@ -124,35 +110,41 @@ class Ahead:
                     raise
                 failure = error
         begun = self._begun[0]
-        batch = self._maker.finish(replace(begun, request=self._soon(begun.request)))
+        batch = self._maker.finish(begun, _soon())
         with self._state:
             self._begun.popleft()
-            self._ready.append((Waiting(request=begun.request, picks=begun.picks), batch))
+            self._ready.append((begun.chosen, batch))
             self._error = None
             self._state.notify_all()
         if failure is not None:
             raise failure
 
+    @property
+    def _room(self) -> bool:
+        return len(self._ready) + len(self._begun) < self._depth
+
     def _begin(self) -> None:
         with self._stepping:
-            chosen = next(self._chosen, None)
-            if chosen is not None:
-                self._begun.append(self._maker.begin(self._soon(chosen.request), chosen.picks))
-                return
-            self._begun.append(self._maker.begin(self._soon(self._next)))
-            self._next = replace(self._next, number=self._next.number + 1)
-
-    def _soon(self, request: Request) -> Request:
-        return replace(request, deadline=time.monotonic() + _LOOK_SECONDS)
+            if not self._chosen:
+                self._chosen.append(self._maker.choose(self._next, _soon()))
+                self._next = replace(self._next, number=self._next.number + 1)
+            begun = self._maker.begin(self._chosen[0])
+            with self._state:
+                self._begun.append(begun)
+                self._chosen.popleft()
 
     def close(self) -> None:
         """End the thread. What was read ahead is dropped."""
-        with self._state:
-            self._stopped = True
-            self._state.notify_all()
-        if self.pid == os.getpid():
+        if self.pid == os.getpid():  # else the thread is another process's, and the lock may be its for ever
+            with self._state:
+                self._stopped = True
+                self._state.notify_all()
             self._maker.abort()
             # The last reference to a buffer may go while this very thread collects garbage.
             if threading.current_thread() is not self._thread:
                 self._thread.join()
         self._maker.close()
+
+
+def _soon() -> float:
+    return time.monotonic() + _LOOK_SECONDS

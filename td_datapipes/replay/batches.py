@@ -14,16 +14,19 @@ from typing import Any
 from tensordict import TensorDict
 
 from td_datapipes.errors import StateError
-from td_datapipes.replay.ahead import Ahead, Waiting
+from td_datapipes.replay.ahead import Ahead
 from td_datapipes.replay.calls import Caller
 from td_datapipes.replay.keeping import STATE_VERSION, held, hold, kind_of
 from td_datapipes.replay.opening import Opener
 from td_datapipes.replay.options import NStep, Sampler
 from td_datapipes.replay.picks import Picks
-from td_datapipes.replay.reads import BatchMaker, Request
+from td_datapipes.replay.reads import BatchMaker, Chosen, Request
 from td_datapipes.replay.ring import Ring
 
 __all__ = ["BatchQueue"]
+
+_CURSOR_SECONDS = 0.005
+"""How old the cursor may be that uniform batches are chosen by ahead: they wait for longer until they are asked for."""
 
 
 class BatchQueue:
@@ -52,7 +55,7 @@ class BatchQueue:
         self.number = 0
         self._ahead: Ahead | None = None
         self._ahead_kind = ""
-        self._chosen: deque[Waiting] = deque()
+        self._chosen: deque[Chosen] = deque()
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def part_from(self, pid: int) -> None:
@@ -61,31 +64,31 @@ class BatchQueue:
             self.seed ^= os.getpid() << 20
             self._reset()
 
-    def take(self, request: Request) -> TensorDict:
+    def take(self, request: Request, deadline: float) -> TensorDict:
         """A batch, the next one of those that were chosen before where it is of their kind; errors as of `BatchMaker`.
 
         Args:
             request: what is asked for, its number aside.
+            deadline: on `time.monotonic`'s clock.
         """
         ahead = self._ahead_for(request)
         if ahead is not None:
-            return ahead.take(request.deadline)
+            return ahead.take(deadline)
         with self._lock:
-            return self._make(request)
+            return self._make(request, deadline)
 
-    def _make(self, request: Request) -> TensorDict:
+    def _make(self, request: Request, deadline: float) -> TensorDict:
         kind = _kind(request)
         if self._chosen and kind == _kind(self._chosen[0].request):
             chosen = self._chosen.popleft()
-            begun = self._maker.begin(replace(chosen.request, deadline=request.deadline), chosen.picks)
         else:
-            begun = self._maker.begin(replace(request, number=self.number))
+            chosen = self._maker.choose(replace(request, number=self.number), deadline)
             self.number += 1
         try:
-            return self._maker.finish(begun)
+            return self._maker.finish(self._maker.begin(chosen), deadline)
         except BaseException:
             # Counted, and perhaps taken out of a queue: it is what the next call gets.
-            self._chosen.appendleft(Waiting(request=begun.request, picks=begun.picks))
+            self._chosen.appendleft(chosen)
             raise
 
     def _ahead_for(self, request: Request) -> Ahead | None:
@@ -103,8 +106,8 @@ class BatchQueue:
             return self._ahead if kind == self._ahead_kind else None
 
     def _start_ahead(self, request: Request, kind: str) -> None:
-        maker = BatchMaker(self._caller, self._opener, self.seed)
-        chosen, self._chosen = iter(self._chosen), deque()
+        maker = BatchMaker(self._caller, self._opener, self.seed, cursor_seconds=_CURSOR_SECONDS)
+        chosen, self._chosen = self._chosen, deque()
         self._ahead = Ahead(maker, self.prefetch, replace(request, number=self.number), chosen)
         self._ahead_kind = kind
         self._finalizer = weakref.finalize(self, self._ahead.close)
@@ -115,19 +118,17 @@ class BatchQueue:
             ahead, self._ahead = self._ahead, None
             if ahead is None:
                 return
-            if keep:
-                self._chosen = deque(ahead.waiting())
-            self.number = ahead.next_number
             if self._finalizer is not None:
                 self._finalizer.detach()
             ahead.close()
+            waiting, self.number = ahead.standing()
+            if keep:
+                self._chosen = deque(waiting)
 
     def state(self) -> dict[str, Any]:
         """Where sampling stands; what was chosen and not handed over is kept on the server."""
         with self._lock:
-            ahead = self._ahead
-            waiting = list(self._chosen) if ahead is None else ahead.waiting()
-            number = self.number if ahead is None else ahead.next_number
+            waiting, number = (list(self._chosen), self.number) if self._ahead is None else self._ahead.standing()
         ring = self._opener.find()
         token = hold(self._caller, [(one.request.number, one.picks) for one in waiting])
         return {
@@ -174,7 +175,9 @@ class BatchQueue:
             self.seed, self.number = int(state["seed"]), int(state["number"])
             self._maker.close()
             self._maker = BatchMaker(self._caller, self._opener, self.seed)
-            self._chosen = deque(_waiting(number, picks, sampler, n_step) for number, picks in chosen)
+            self._chosen = deque(
+                self._maker.chosen(_request(number, picks, sampler, n_step), picks) for number, picks in chosen
+            )
 
     def close(self) -> None:
         """End reading ahead, keep what was chosen, and drop the connections."""
@@ -191,9 +194,8 @@ def _kind(request: Request) -> str:
     return kind_of(request.count, request.sampler, request.n_step)
 
 
-def _waiting(number: int, picks: Picks, sampler: Sampler, n_step: NStep | None) -> Waiting:
-    request = Request(count=len(picks.stripes), sampler=sampler, n_step=n_step, number=number, deadline=0.0)
-    return Waiting(request=request, picks=picks)
+def _request(number: int, picks: Picks, sampler: Sampler, n_step: NStep | None) -> Request:
+    return Request(count=len(picks.stripes), sampler=sampler, n_step=n_step, number=number)
 
 
 def _lost(ring: Ring | None, state: Mapping[str, Any], written: int) -> str:

@@ -196,14 +196,8 @@ class RedisReplayBuffer:
         chosen = sampler or self._sampler
         # What the buffer adds by default goes with rows that are drawn one by one.
         joined = n_step or (self._n_step if isinstance(chosen, Uniform | Prioritized) else None)
-        request = Request(
-            count=int(count),
-            sampler=chosen,
-            n_step=joined,
-            number=0,
-            deadline=self._caller.deadline(timeout_seconds),
-        )
-        return self._batches.take(request)
+        request = Request(count=int(count), sampler=chosen, n_step=joined, number=0)
+        return self._batches.take(request, self._caller.deadline(timeout_seconds))
 
     def update_priority(
         self, index: torch.Tensor, priority: torch.Tensor, *, timeout_seconds: float | None = None

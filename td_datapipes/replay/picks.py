@@ -65,10 +65,16 @@ class Picker:
     Args:
         caller: how the server is called.
         opener: what the buffer is.
+        cursor_seconds: how old cursors may be that rows are chosen by.
+
+    Attributes:
+        cursor_seconds: as given.
     """
 
-    def __init__(self, caller: Caller, opener: Opener) -> None:
+    def __init__(self, caller: Caller, opener: Opener, cursor_seconds: float = 0.0) -> None:
         self._caller, self._opener = caller, opener
+        self.cursor_seconds = cursor_seconds
+        self._heard: tuple[str, float, list[tuple[int, int]]] = "", 0.0, []
         self._client = f"s{secrets.token_hex(8)}"
         self._pid = os.getpid()
         self._calls = 0
@@ -174,7 +180,7 @@ class Picker:
         Raises:
             DataLossError: the buffer is gone, or rows of it are.
         """
-        found = []
+        found, asked = [], time.monotonic()
         command = partial(_read_states, keys=[ring.state_key(stripe) for stripe in range(ring.stripes)])
         answers = self._caller.retry(f"looking at {self._opener.name!r}", command, deadline)
         for stripe, (cursor, incarnation) in enumerate(answers):
@@ -182,7 +188,16 @@ class Picker:
                 raise self._opener.gone(ring)
             self._opener.observe(ring, stripe, int(cursor), int(incarnation))
             found.append((int(cursor), int(incarnation)))
+        self._heard = ring.manifest.id, asked, found
         return found
+
+    def known_states(self, ring: Ring) -> list[tuple[int, int]]:
+        """As `states`, of late; nobody is asked. Empty where it is too long ago, or this process has written since."""
+        name, when, states = self._heard
+        if name != ring.manifest.id or time.monotonic() - when > self.cursor_seconds:
+            return []
+        written = [self._opener.written(stripe) for stripe in range(ring.stripes)]
+        return states if written == [cursor for cursor, _ in states] else []
 
     def weights(self, key: tuple[str, str], stripes: int) -> Doubles:
         """What is known of the stripes' total weights, by how they are drawn from; kept from answer to answer."""
@@ -258,8 +273,10 @@ class _Call:
 
     def uniform(self) -> Picks:
         """Each row equally likely: chosen here, as the cursors are all it takes."""
-        states = self._states()
         capacity = self._ring.stripe_capacity
+        states = [] if self._counts else self._picker.known_states(self._ring)
+        if sum(min(cursor, capacity) for cursor, _ in states) < self._count:
+            states = self._states()
         cursors = np.array([cursor for cursor, _ in states], dtype=np.int64)
         incarnations = np.array([incarnation for _, incarnation in states], dtype=np.int64)
         sizes = np.minimum(cursors, capacity)

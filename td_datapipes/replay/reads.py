@@ -31,7 +31,7 @@ from td_datapipes.wire.cluster_reader import ClusterJob, ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault
 from td_datapipes.wire.reader import ReadJob, ReadStats
 
-__all__ = ["BatchMaker", "Begun", "Request"]
+__all__ = ["BatchMaker", "Begun", "Chosen", "Request"]
 
 _TAKE_OVER_SECONDS = 0.1
 """No server takes the place of another, and is written to, sooner."""
@@ -46,14 +46,29 @@ class Request:
         sampler: how they are chosen.
         n_step: what each is given of the rows behind it.
         number: how many batches were asked for before; chance and schedules follow from it.
-        deadline: on `time.monotonic`'s clock.
     """
 
     count: int
     sampler: Sampler
     n_step: NStep | None
     number: int
-    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A batch whose rows are chosen.
+
+    Attributes:
+        request: what was asked for.
+        picks: the rows.
+        random: where chance goes on from.
+        since: when they were chosen, on `time.monotonic`'s clock; long ago where that is not known.
+    """
+
+    request: Request
+    picks: Picks
+    random: np.random.Generator
+    since: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +76,14 @@ class Begun:
     """A batch whose rows are on their way.
 
     Attributes:
-        request: what was asked for.
-        picks: the rows.
+        chosen: its rows.
         arriving: the read, and the batch it fills; None where they could not be asked for yet.
-        random: where chance goes on from.
         dialled: of how many connections it came over the latest.
-        since: when the rows were chosen, on `time.monotonic`'s clock; long ago where that is not known.
     """
 
-    request: Request
-    picks: Picks
+    chosen: Chosen
     arriving: tuple[ReadJob | ClusterJob, TensorDict] | None
-    random: np.random.Generator
     dialled: int
-    since: float
 
 
 class BatchMaker:
@@ -84,28 +93,35 @@ class BatchMaker:
         caller: how the server is called.
         opener: what the buffer is.
         seed: with a batch's number, all that its draws depend on.
+        cursor_seconds: see `Picker`.
     """
 
-    def __init__(self, caller: Caller, opener: Opener, seed: int) -> None:
+    def __init__(self, caller: Caller, opener: Opener, seed: int, *, cursor_seconds: float = 0.0) -> None:
         self._caller, self._opener, self._seed = caller, opener, seed
-        self._picker = Picker(caller, opener)
+        self._picker = Picker(caller, opener, cursor_seconds)
+        self._looker = Picker(caller, opener)
         self._reader: RowReader | None = None
         self._plans: ClusterPlanReader | None = None
         self._pid = os.getpid()
         self._dialled = 0
 
-    def make(self, request: Request, picks: Picks | None = None) -> TensorDict:
-        """A batch; of rows that were chosen already, if they are given."""
-        return self.finish(self.begin(request, picks))
+    def choose(self, request: Request, deadline: float) -> Chosen:
+        """Choose the rows of a batch, by a deadline on `time.monotonic`'s clock; errors as of `Picker.pick`."""
+        since, random = time.monotonic() - self._picker.cursor_seconds, self._random(request)
+        picks = self._picker.pick(request.count, request.sampler, request.n_step, random, deadline)
+        return Chosen(request=request, picks=picks, random=random, since=since)
 
-    def begin(self, request: Request, picks: Picks | None = None) -> Begun:
-        """Choose rows and ask for them. Batches that were begun are finished in the same order."""
-        since = 0.0 if picks is not None else time.monotonic()
-        random = np.random.Generator(np.random.Philox(key=[self._seed, request.number]))
-        if picks is None:
-            picks = self._picker.pick(request.count, request.sampler, request.n_step, random, request.deadline)
-        reader, plans = self._readers(picks.ring)
-        plan = reader.plan(_rows_of(picks))
+    def chosen(self, request: Request, picks: Picks) -> Chosen:
+        """A batch whose rows were chosen before, perhaps by another process."""
+        return Chosen(request=request, picks=picks, random=self._random(request), since=0.0)
+
+    def _random(self, request: Request) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=[self._seed, request.number]))
+
+    def begin(self, chosen: Chosen) -> Begun:
+        """Ask for the rows of a batch. Batches that were begun are finished in the same order."""
+        reader, plans = self._readers(chosen.picks.ring)
+        plan = reader.plan(_rows_of(chosen.picks))
         arriving = None
         try:
             job = plans.start(plan)
@@ -113,7 +129,7 @@ class BatchMaker:
             arriving = (job, batch)
         except TDDatapipesError:  # what was chosen stays chosen: `finish` asks for it again
             self._dialled += 1
-        return Begun(request=request, picks=picks, arriving=arriving, random=random, dialled=self._dialled, since=since)
+        return Begun(chosen=chosen, arriving=arriving, dialled=self._dialled)
 
     def _readers(self, ring: Ring) -> tuple[RowReader, ClusterPlanReader]:
         fresh = self._pid == os.getpid() and self._reader is not None and self._reader.manifest.id == ring.manifest.id
@@ -126,46 +142,51 @@ class BatchMaker:
             self._plans = self._reader.new_plan_reader(ReadStats())
         return self._reader, self._plans
 
-    def finish(self, begun: Begun) -> TensorDict:
+    def finish(self, begun: Begun, deadline: float) -> TensorDict:
         """Receive a batch, and draw again what was overwritten between the two round trips.
+
+        Args:
+            begun: the batch.
+            deadline: on `time.monotonic`'s clock.
 
         Raises:
             DataLossError: rows are missing on the server.
             NotEnoughRowsError, RateLimitError: see `Picker.pick`.
             ServerTimeoutError, ServerUnavailableError, ServerError: the server failed until the deadline.
         """
-        picks, request = begun.picks, begun.request
-        batch = self._receive(begun)
-        stale = self._stale(picks, batch, begun.since)
+        chosen = begun.chosen
+        picks, request = chosen.picks, chosen.request
+        batch = self._receive(begun, deadline)
+        stale = self._stale(picks, batch, chosen.since)
         while len(stale):
             since = time.monotonic()
-            again = self._picker.pick(
-                len(stale), request.sampler, request.n_step, begun.random, request.deadline, counted=False
+            again = self._looker.pick(
+                len(stale), request.sampler, request.n_step, chosen.random, deadline, counted=False
             )
-            rows = self._read(_rows_of(again), request.deadline)
+            rows = self._read(_rows_of(again), deadline)
             picks = picks.put(stale, again)
             width = picks.numbers.shape[1]
             batch[torch.from_numpy((stale[:, None] * width + np.arange(width)).reshape(-1))] = rows
             stale = stale[self._stale(again, rows, since)]
-            if len(stale) and time.monotonic() >= request.deadline:
+            if len(stale) and time.monotonic() >= deadline:
                 raise NotEnoughRowsError(
                     f"rows of buffer {self._opener.name!r} are overwritten faster than they can be read; "
                     f"make it larger, or hold writers back with rate_limit="
                 )
         return self._dressed(batch, picks, request)
 
-    def _receive(self, begun: Begun) -> TensorDict:
+    def _receive(self, begun: Begun, deadline: float) -> TensorDict:
         # An error drops the connection, and with it whatever else was on its way there.
         if self._plans is not None and begun.arriving is not None and begun.dialled == self._dialled:
             job, batch = begun.arriving
             try:
-                attempt = min(begun.request.deadline, time.monotonic() + self._caller.server.timeout_seconds)
+                attempt = min(deadline, time.monotonic() + self._caller.server.timeout_seconds)
                 self._plans.finish(job, attempt, f"sampling {self._opener.name!r}")
                 return batch
             except (TDDatapipesError, RangeFault):
                 # Read once more: a connection that broke is dialled anew, and what is wrong is explained.
                 self._dialled += 1
-        return self._read(_rows_of(begun.picks), begun.request.deadline)
+        return self._read(_rows_of(begun.chosen.picks), deadline)
 
     def _read(self, rows: Numbers, deadline: float) -> TensorDict:
         reader = self._reader
@@ -205,7 +226,7 @@ class BatchMaker:
     def _void(self, picks: Picks) -> npt.NDArray[np.bool_]:
         """Which of the picks name no row any more: the buffer was restored since, or has lost them."""
         ring = picks.ring
-        states = self._picker.states(ring, self._caller.deadline(None))
+        states = self._looker.states(ring, self._caller.deadline(None))
         void = np.zeros(len(picks.stripes), dtype=bool)
         for stripe, (cursor, current) in enumerate(states):
             of_it = picks.stripes == stripe

@@ -85,9 +85,9 @@ def test_rows_lost_with_their_master_are_named_by_no_index_any_more(kind: Kind) 
                 assert len(lost) == 20
                 whole = learner.sample(120, sampler=Uniform(replacement=False))
                 named = dict(zip(whole["index"].tolist(), whole["a"].tolist(), strict=True))
-                begun = learner._batches._maker.begin(
-                    Request(count=400, sampler=sampler, n_step=None, number=7, deadline=time.monotonic() + 90)
-                )
+                maker, deadline = learner._batches._maker, time.monotonic() + 90
+                request = Request(count=400, sampler=sampler, n_step=None, number=7)
+                begun = maker.begin(maker.choose(request, deadline))
             with RedisReplayBuffer(replica.url("lagging"), sampler=sampler, seed=3) as other:
                 fresh = torch.cat([other.extend(counted(200 + 10 * i, 10)) for i in range(6)])
                 assert (len(other), other.num_written) == (160, 160)
@@ -104,8 +104,8 @@ def test_rows_lost_with_their_master_are_named_by_no_index_any_more(kind: Kind) 
                 assert torch.bincount(drawn["a"], minlength=260)[drawn["a"].unique()].max() < 75  # of 25 on average
             # Who knew of the lost rows hears of it, once; rows chosen before are drawn again where they are lost.
             with pytest.raises(DataLossError, match="lost its last 20 rows: 40 had been written, the server has 20"):
-                learner._batches._maker.finish(begun)
-            got = learner._batches._maker.finish(begun)
+                maker.finish(begun, deadline)
+            got = maker.finish(begun, deadline)
             assert_intact(got)
             # Rows drawn by now have another index than before, of the same number.
             there = {index & NUMBER: a for index, a in named.items()}

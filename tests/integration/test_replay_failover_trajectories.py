@@ -222,11 +222,11 @@ def test_trajectories_cut_short_by_a_lost_master_are_joined_by_what_is_there(kin
                 assert named_by(seen).items() <= named.items()
 
                 def asked(number: int, sampler: Sampler, n_step: NStep | None) -> Request:
-                    deadline = time.monotonic() + 90
-                    return Request(count=200, sampler=sampler, n_step=n_step, number=number, deadline=deadline)
+                    return Request(count=200, sampler=sampler, n_step=n_step, number=number)
 
-                maker = learner._batches._maker
-                slices, returns = maker.begin(asked(7, SLICES, None)), maker.begin(asked(8, plain, N_STEP))
+                maker, deadline = learner._batches._maker, time.monotonic() + 90
+                requests = asked(7, SLICES, None), asked(8, plain, N_STEP)
+                slices, returns = [maker.begin(maker.choose(request, deadline)) for request in requests]
             # Three actors send again what was lost, three go on behind it, and others begin: by the lost rows' numbers.
             again = [part_of(number, range(3, length_of(number) + 1)) for number in range(3)]
             behind = [part_of(number, range(5, length_of(number) + 1)) for number in range(3, 6)]
@@ -252,12 +252,12 @@ def test_trajectories_cut_short_by_a_lost_master_are_joined_by_what_is_there(kin
                 assert (report.num_applied, sorted(report.rejected.tolist())) == (len(kept) + len(fresh), lost.tolist())
             # Who knew of the lost rows hears of it, once. Then what was chosen before is drawn again where it is lost.
             with pytest.raises(DataLossError, match=f"has lost its last {len(lost)} rows"):
-                maker.finish(slices)
-            batch = maker.finish(slices)
+                maker.finish(slices, deadline)
+            batch = maker.finish(slices, deadline)
             assert_slices(batch)
             assert_named(batch, kept, fresh)
             assert not set(named_by(batch)) & set(lost.tolist())
-            batch = maker.finish(returns)
+            batch = maker.finish(returns, deadline)
             assert_returns(batch)
             assert_named(batch, kept, fresh)
             assert not set(named_by(batch)) & set(lost.tolist())

@@ -94,17 +94,54 @@ def run_to_end(processes: list[multiprocessing.Process]) -> None:
         assert process.exitcode == 0
 
 
+def test_uniform_rows_are_chosen_by_a_cursor_that_is_known(server: ServerProcess, unique_name: str) -> None:
+    """For as long as it is fresh enough, this process has not written since, and it has rows enough."""
+    url, random = server.url(unique_name), np.random.default_rng(0)
+    with RedisReplayBuffer(url, 100) as other, RedisReplayBuffer(url) as buffer:
+        opener = Opener(buffer.caller, nothing_wanted())
+        picker, impatient = Picker(buffer.caller, opener, 3600.0), Picker(buffer.caller, opener, 0.0)
+
+        def newest(by: Picker, count: int, *, once: bool = True) -> int:
+            sampler, deadline = Uniform(replacement=not once), time.monotonic() + 30
+            return int(by.pick(count, sampler, None, random, deadline).numbers.max())
+
+        other.extend(counted(0, 10))
+        assert newest(picker, 10) == 10
+        other.extend(counted(10, 10))
+        assert newest(picker, 10) == 10
+        assert newest(picker, 20) == 20
+        other.extend(counted(20, 10))
+        assert newest(picker, 20) == 20
+        assert newest(picker, 21, once=False) >= 1  # which looks again, as there may be more
+        assert newest(picker, 30) == 30
+        other.extend(counted(30, 10))
+        assert newest(impatient, 40) == 40  # what one of them hears of, the other is not behind of
+        assert newest(picker, 40) == 40
+
+
+def test_batches_made_ahead_have_rows_that_others_write_meanwhile(server: ServerProcess, unique_name: str) -> None:
+    url = server.url(unique_name)
+    with RedisReplayBuffer(url, 1000) as writer, RedisReplayBuffer(url, batch_size=64, prefetch=2, seed=0) as learner:
+        writer.extend(counted(0, 100))
+        for start in range(100, 1000, 100):
+            learner.sample()
+            writer.extend(counted(start, 100))
+            deadline = time.monotonic() + 10
+            while learner.sample()["a"].max() < start:
+                assert time.monotonic() < deadline
+
+
 def test_rows_overwritten_between_the_round_trips_are_drawn_again(server: ServerProcess, unique_name: str) -> None:
     with RedisReplayBuffer(server.url(unique_name), 50, chunk_bytes=256) as buffer:
         buffer.extend(counted(0, 50))
         opener = Opener(buffer.caller, nothing_wanted())
-        request = Request(count=40, sampler=Uniform(), n_step=None, number=0, deadline=time.monotonic() + 30)
+        request, deadline = Request(count=40, sampler=Uniform(), n_step=None, number=0), time.monotonic() + 30
         random = np.random.default_rng(0)
-        picks = Picker(buffer.caller, opener).pick(40, Uniform(), None, random, request.deadline)
+        picks = Picker(buffer.caller, opener).pick(40, Uniform(), None, random, deadline)
         assert (picks.numbers <= 45).any()
         buffer.extend(counted(50, 45))
         maker = BatchMaker(buffer.caller, opener, seed=0)
-        batch = maker.make(request, picks)
+        batch = maker.finish(maker.begin(maker.chosen(request, picks)), deadline)
         maker.close()
     assert torch.equal(batch["index"], batch["a"])
     assert torch.equal(batch["b"][:, 0], batch["a"].double())
