@@ -55,15 +55,23 @@ local function tree_cache(levels, slots, count)
   local cache, nodes = {}, slots
   for level = 0, levels - 1 do
     nodes = math.ceil(nodes / FAN)
-    cache[level] = {together = nodes <= 4 * count and 64 or 1}
+    cache[level] = {together = nodes <= 4 * count and 64 or 1, low = 0, high = 0}
   end
   return cache
 end
 
--- The slot at which the running sum of priorities passes `target`, and its priority. Nodes are kept in `cache`.
+-- The slot at which the running sum of priorities passes `target`, and its priority. Nodes are kept in `cache`, and the
+-- last way down: targets ascend as a rule, so most of them lie below a node of it, and the levels above are skipped.
 local function tree_find(prefix, levels, target, cache)
-  local number, weight = 0, 0
-  for level = levels - 1, 0, -1 do
+  local number, weight, highest, rest = 0, 0, levels - 1, target
+  for level = 0, levels - 2 do
+    local way = cache[level]
+    if target >= way.low and target < way.high then
+      number, highest, rest = way.number, level, target - way.low
+      break
+    end
+  end
+  for level = highest, 0, -1 do
     local kept = cache[level]
     local within = number % kept.together
     local first = number - within
@@ -75,25 +83,29 @@ local function tree_find(prefix, levels, target, cache)
     local at, child = within * NODE_BYTES + 1, 0
     local a, b, c, d, e, f, g, h = struct.unpack(TWO, nodes, at)
     local half = a + b + c + d + e + f + g + h
-    if target >= half then
-      target, child = target - half, 8
+    if rest >= half then
+      rest, child = rest - half, 8
       a, b, c, d, e, f, g, h = struct.unpack(TWO, nodes, at + 64)
     end
     local quarter = a + b + c + d
-    if target >= quarter then
-      target, child = target - quarter, child + 4
+    if rest >= quarter then
+      rest, child = rest - quarter, child + 4
       a, b, c, d = e, f, g, h
     end
-    if target < a then
+    if rest < a then
       weight = a
-    elseif target < a + b then
-      target, child, weight = target - a, child + 1, b
-    elseif target < a + b + c then
-      target, child, weight = target - a - b, child + 2, c
+    elseif rest < a + b then
+      rest, child, weight = rest - a, child + 1, b
+    elseif rest < a + b + c then
+      rest, child, weight = rest - a - b, child + 2, c
     else
-      target, child, weight = target - a - b - c, child + 3, d
+      rest, child, weight = rest - a - b - c, child + 3, d
     end
     number = number * FAN + child
+    if level > 0 then
+      local way = cache[level - 1]
+      way.number, way.low, way.high = number, target - rest, target - rest + weight
+    end
   end
   return number, weight
 end
