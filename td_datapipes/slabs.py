@@ -78,6 +78,12 @@ class Ranges:
     starts: Rows
     lengths: Rows
 
+    def part(self, first: int, stop: int) -> Ranges:
+        """Some that are next to each other."""
+        columns = (self.groups, self.chunks, self.starts, self.lengths)
+        groups, chunks, starts, lengths = (column[first:stop] for column in columns)
+        return Ranges(groups=groups, chunks=chunks, starts=starts, lengths=lengths)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicSlab:

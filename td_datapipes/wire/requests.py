@@ -7,6 +7,7 @@ a command that names the chunk and the half that gives the range come from two t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from td_datapipes.errors import ConfigurationError
 from td_datapipes.plan import ReadPlan
 from td_datapipes.read_spec import ReadSpec, Rows, Segment
-from td_datapipes.slabs import ColumnSlab, PeriodicSlab, RunSlab, Slab
+from td_datapipes.slabs import ColumnSlab, CoveringSlab, PeriodicSlab, Ranges, RunSlab, Slab
 from td_datapipes.wire.range_text import MAX_END_BYTES, RangeText, range_commands
 from td_datapipes.wire.scripts import load_script
 
@@ -118,7 +119,8 @@ class RequestBuilder:
         """One GETRANGE a range, pipelined."""
         if isinstance(slab, PeriodicSlab):
             return self._periodic(slab)
-        return (self._singly(slab),)
+        paced = part_bytes(slab)
+        return self._paced(slab, paced) if paced else (self._singly(slab),)
 
     def _singly(self, slab: Slab) -> bytes:
         if isinstance(slab, RunSlab):
@@ -130,7 +132,17 @@ class RequestBuilder:
             if len(found) <= _MAX_TEXT_KEYS:
                 heads = [self._heads[code] for code in found.tolist()]
                 return range_commands(heads, head_of, ranges.starts, ranges.lengths)
-        codes = coded.tolist()
+        return self._each(ranges)
+
+    def _paced(self, slab: Slab, paced: int) -> Iterator[bytes]:
+        ranges = slab.ranges()
+        cuts = np.searchsorted(np.cumsum(ranges.lengths), np.arange(paced, slab.stream_bytes, paced), side="right")
+        for first, stop in pairwise([0, *np.unique(cuts[cuts > 0]).tolist(), len(ranges.lengths)]):
+            if first < stop:
+                yield self._each(ranges.part(first, stop))
+
+    def _each(self, ranges: Ranges) -> bytes:
+        codes = ((ranges.groups << _CHUNK_BITS) | ranges.chunks).tolist()
         spans = zip(ranges.starts.tolist(), ranges.lengths.tolist(), strict=True)
         # Covering ranges start anywhere, so their tails are made anew: they would only flood the table.
         return b"".join([self._heads[code] + _range_tail(*span) for code, span in zip(codes, spans, strict=True)])
@@ -218,10 +230,14 @@ class RequestBuilder:
 
 def part_bytes(slab: Slab) -> int:
     """Of the reply to each part of the request for a slab by ranges, where the next ones are held back; else 0."""
-    if not isinstance(slab, PeriodicSlab) or slab.spec.period_bytes < _LONG_ROW_BYTES:
+    if isinstance(slab, PeriodicSlab):
+        if slab.spec.period_bytes < _LONG_ROW_BYTES:
+            return 0
+        num_parts = min(-(-slab.stream_bytes // _PACED_BYTES), len(slab.rows))
+        return -(-len(slab.rows) // num_parts) * slab.spec.period_bytes
+    if not isinstance(slab, CoveringSlab) or slab.stream_bytes < _LONG_ROW_BYTES * slab.num_ranges:
         return 0
-    num_parts = min(-(-slab.stream_bytes // _PACED_BYTES), len(slab.rows))
-    return -(-len(slab.rows) // num_parts) * slab.spec.period_bytes
+    return -(-slab.stream_bytes // min(-(-slab.stream_bytes // _PACED_BYTES), slab.num_ranges))
 
 
 def _fits_text(spec: ReadSpec, rows: Rows) -> bool:

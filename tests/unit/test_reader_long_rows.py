@@ -208,3 +208,19 @@ def test_long_rows_are_asked_for_as_they_come(piece: int) -> None:
     assert (4 << 20) - (1 << 18) < max(stream.due) < (4 << 20) + (1 << 18)
     assert min(stream.due[: len(stream.due) // 2]) > 2 << 20
     assert stream.sent.count(b"GETRANGE") == sum(plan.num_ranges for plan in plans)
+
+
+def test_covering_ranges_are_asked_for_as_they_come() -> None:
+    chunks = ChunksInMemory(random_rows(800, {"x": (torch.uint8, (30_000,))}, seed=3), chunk_bytes=1 << 21)
+    rows = [row for start in range(0, 800, 10) for row in range(start, start + 1 + start // 100)]
+    plan = plan_read(np.array(rows), chunks.spec(), ReadCost(), strategy="covering", slab_bytes=4 << 20)
+    stream = b"".join(chunks.reply(plan, slab) for slab in plan.slabs)
+    scripted = Watched(stream, 100_003, len(stream) // plan.num_ranges)
+    reader = PlanReader(scripted.channel, RequestBuilder(chunks.layout.chunk_key), ReadStats())
+    job = reader.start(plan)
+    begun = scripted.sent.count(b"GETRANGE")
+    job.sink = make_sink(plan, chunks.spec(), MemoryPool(), strided=False, pin_memory=False)
+    reader.finish(job, time.monotonic() + 30, "reading")
+    scripted.close()
+    assert_rows(chunks, job.sink.tensors, rows)
+    assert 1 < begun < plan.num_ranges == scripted.sent.count(b"GETRANGE")
