@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,16 +57,8 @@ def run_slab(rows: Rows, spec: ReadSpec) -> CoveringSlab:
         spec: what of each row is read.
     """
     columns = _Columns.of(spec, range(len(spec.segments)), int(rows[0]), int(rows[-1]))
-    return CoveringSlab(
-        rows=rows,
-        covered=columns.ranges,
-        prefix=b"",
-        stream_bytes=columns.stream_bytes,
-        num_bytes=sum(columns.spans),
-        offsets=tuple(map(Spacing, columns.heads, columns.strides)),
-        positions=slice(0, len(rows)),
-        sources=None,
-    )
+    offsets = map(Spacing, columns.heads, columns.strides)
+    return columns.slab(rows=rows, offsets=tuple(offsets), positions=slice(0, len(rows)), sources=None)
 
 
 def span_slab(
@@ -88,17 +81,7 @@ def span_slab(
     offsets: list[Rows] = [rows] * len(spec.segments)
     for number, stride, head in zip(numbers, columns.strides, columns.heads, strict=True):
         offsets[number] = (rows - first) * stride + head
-    return CoveringSlab(
-        rows=rows,
-        covered=columns.ranges,
-        prefix=b"",
-        stream_bytes=columns.stream_bytes,
-        num_bytes=sum(columns.spans),
-        offsets=tuple(offsets),
-        positions=positions,
-        sources=sources,
-        held=numbers,
-    )
+    return columns.slab(rows=rows, offsets=tuple(offsets), positions=positions, sources=sources, held=numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,3 +118,10 @@ class _Columns:
         )
         heads = (ends - TRAILER_BYTES - lengths).tolist()
         return cls(ranges=ranges, strides=strides, spans=spans, heads=heads, stream_bytes=int(ends[-1]))
+
+    def slab(self, **rest: Any) -> CoveringSlab:
+        """A slab of these ranges, and who gets what of them."""
+        num_bytes = sum(self.spans)
+        return CoveringSlab(
+            covered=self.ranges, prefix=b"", stream_bytes=self.stream_bytes, num_bytes=num_bytes, **rest
+        )

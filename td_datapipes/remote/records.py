@@ -31,7 +31,6 @@ __all__ = ["FrozenTree", "RecordsTree", "create_records"]
 
 MAX_ROWS_IN_RECORDS = 256
 """Of a field that is written whole and shares its records with others: from here on it gets a group of its own."""
-_ATTEMPTS = 8
 
 
 def create_records(
@@ -163,17 +162,19 @@ class RecordsTree(Tree):
     def _change(self, change: Callable[[Manifest], Manifest], staged: Staged | None = None) -> None:
         """Publish what a change makes of the structure; of whatever it is by then, if somebody else was faster."""
         self.require_writable()
-        for _ in range(_ATTEMPTS):
+        named = DatasetChangedError(
+            f"data set {self.description.name!r} at {self.server.address} is being changed by others; open it again"
+        )
+        tries = self.tries_against_others()
+        while True:
             old = self.description
             with suppress(DatasetChangedError):
                 self.publish(change(old), old, staged)
                 return
+            tries.failed(named, at_once=True)
             self.refresh()
             if self.description.id != old.id:
-                break
-        raise DatasetChangedError(
-            f"data set {self.description.name!r} at {self.server.address} is being changed by others; open it again"
-        )
+                raise named
 
     def publish(self, new: Manifest, found: Manifest | None, staged: Staged | None) -> None:
         """Make a manifest what the name stands for.

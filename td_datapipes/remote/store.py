@@ -33,8 +33,6 @@ from td_datapipes.writer import persist
 
 __all__ = ["StoreTree", "create_store"]
 
-_ATTEMPTS = 32
-
 
 def create_store(
     server: Server,
@@ -177,16 +175,16 @@ class StoreTree(Tree):
                 )
 
     def put_values(self, key: Key, values: Mapping[int, Any]) -> None:
-        for _ in range(_ATTEMPTS):
+        tries = self.tries_against_others()
+        while True:
             leaf = self.description.leaf_of.get(key)
             if leaf is not None and leaf.kind == "pickle":
                 raise SchemaError(f"{format_key(key)} is pickled; set the whole entry to write it as JSON")
             if self.call(f"writing {format_key(key)}", partial(self._change_values, key, leaf, values)):
                 self.refresh()
                 return
-        raise DatasetChangedError(
-            f"{format_key(key)} of {self.description.name!r} at {self.server.address} is being changed by others"
-        )
+            named = f"{format_key(key)} of {self.description.name!r} at {self.server.address}"
+            tries.failed(DatasetChangedError(f"{named} is being changed by others; write it again"), at_once=True)
 
     def _change_values(self, key: Key, leaf: StoredLeaf | None, values: Mapping[int, Any], client: Any) -> bool:
         """Upstream keeps all rows' values in one string: it is read and written anew, unless somebody else does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from td_datapipes.store import ReadOptions, RowReader
 from td_datapipes.upstream import Description, find_description
 from td_datapipes.wire.range_parts import RangeWrite
 from td_datapipes.wire.range_writer import RangeWriter
+from td_datapipes.wire.retry import RetryPolicy, Tries
 from td_datapipes.wire.scripts import Script
 from td_datapipes.wire.server import Server
 
@@ -39,6 +41,7 @@ MAX_CALL_BYTES = 32 << 20
 MAX_CALL_RANGES = 1 << 15
 """Of one write, which is atomic and blocks the server while it runs; a larger one is atomic by row and group."""
 _ATTEMPTS = 5
+_AGAINST_OTHERS = RetryPolicy(attempts=64, base_seconds=0.002, cap_seconds=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +172,10 @@ class Tree(ABC):
                         ) from error
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def tries_against_others(self) -> Tries:
+        """Of a change that counts only if nobody else was faster, with pauses in which all get their turn."""
+        return _AGAINST_OTHERS.begin(time.monotonic() + self.server.deadline_seconds, others_take_over=False)
 
     def fields_below(self, keys: Iterable[Key]) -> tuple[tuple[Field, ...], tuple[Extra, ...]]:
         """The dense fields, and the others, that are one of the keys or below it."""

@@ -117,39 +117,36 @@ class RequestBuilder:
 
     def _ranges(self, slab: Slab) -> Iterable[bytes]:
         """One GETRANGE a range, pipelined."""
-        if isinstance(slab, PeriodicSlab):
-            return self._periodic(slab)
         paced = part_bytes(slab)
+        if isinstance(slab, PeriodicSlab):
+            return self._periodic(slab, paced)
         return self._paced(slab, paced) if paced else (self._singly(slab),)
 
     def _singly(self, slab: Slab) -> bytes:
         if isinstance(slab, RunSlab):
             return self._heads[slab.group << _CHUNK_BITS | slab.chunk] + _range_tail(slab.start, slab.length)
+        return self._each(slab.ranges())
+
+    def _paced(self, slab: Slab, paced: int) -> Iterator[bytes]:
         ranges = slab.ranges()
-        coded: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
+        cuts = np.searchsorted(np.cumsum(ranges.lengths), np.arange(paced, slab.stream_bytes, paced), side="right")
+        for first, stop in pairwise(np.unique([0, *cuts, len(ranges.lengths)]).tolist()):
+            yield self._each(ranges.part(first, stop))
+
+    def _each(self, ranges: Ranges) -> bytes:
+        coded = _codes(ranges)
         if len(coded) >= _MIN_TEXT_RANGES and int((ranges.starts + ranges.lengths).max()) <= MAX_END_BYTES:
             found, head_of = np.unique(coded, return_inverse=True)
             if len(found) <= _MAX_TEXT_KEYS:
                 heads = [self._heads[code] for code in found.tolist()]
                 return range_commands(heads, head_of, ranges.starts, ranges.lengths)
-        return self._each(ranges)
-
-    def _paced(self, slab: Slab, paced: int) -> Iterator[bytes]:
-        ranges = slab.ranges()
-        cuts = np.searchsorted(np.cumsum(ranges.lengths), np.arange(paced, slab.stream_bytes, paced), side="right")
-        for first, stop in pairwise([0, *np.unique(cuts[cuts > 0]).tolist(), len(ranges.lengths)]):
-            if first < stop:
-                yield self._each(ranges.part(first, stop))
-
-    def _each(self, ranges: Ranges) -> bytes:
-        codes = ((ranges.groups << _CHUNK_BITS) | ranges.chunks).tolist()
+        codes = coded.tolist()
         spans = zip(ranges.starts.tolist(), ranges.lengths.tolist(), strict=True)
         # Covering ranges start anywhere, so their tails are made anew: they would only flood the table.
         return b"".join([self._heads[code] + _range_tail(*span) for code, span in zip(codes, spans, strict=True)])
 
-    def _periodic(self, slab: PeriodicSlab) -> Iterator[bytes]:
+    def _periodic(self, slab: PeriodicSlab, paced: int) -> Iterator[bytes]:
         spec, rows = slab.spec, slab.rows
-        paced = part_bytes(slab)
         if paced:
             step = paced // spec.period_bytes
             for at in range(0, len(rows), step):
@@ -209,7 +206,7 @@ class RequestBuilder:
                 "strategy='lua' and atomic=True reach the first 4 GiB of a server string, and a field takes more; "
                 "use another strategy, or convert the data to the layout records"
             )
-        codes: Rows = (ranges.groups << _CHUNK_BITS) | ranges.chunks
+        codes = _codes(ranges)
         keys, index = np.unique(codes, return_inverse=True)
         packed = np.empty(len(codes), dtype=np.dtype("<u4, <u4, <u4"))
         packed["f0"], packed["f1"], packed["f2"] = index, ranges.starts, ranges.starts + ranges.lengths - 1
@@ -226,6 +223,11 @@ class RequestBuilder:
         keys = [self._keys[segment.group << _CHUNK_BITS] for segment in segments]
         packed = slab.rows.astype("<u4").tobytes()
         return b"".join([head, *keys, bulk(packed), bulk(np.array(columns, dtype="<u4").tobytes())])
+
+
+def _codes(ranges: Ranges) -> Rows:
+    """Group and chunk of each range as one number."""
+    return (ranges.groups << _CHUNK_BITS) | ranges.chunks
 
 
 def part_bytes(slab: Slab) -> int:

@@ -397,13 +397,13 @@ def test_a_writer_that_knows_another_shape_does_not_write(server: ServerProcess,
     assert mine["x"][1].tolist() == [5.0] * 8
 
 
-def test_keys_that_two_set_at_once_are_both_there(server: ServerProcess, layout: str) -> None:
+def test_keys_that_several_set_at_once_are_all_there(server: ServerProcess, layout: str) -> None:
     remote(sample(), server, layout)
     context = multiprocessing.get_context("fork")
-    with context.Pool(3) as pool:
-        pool.starmap(set_keys, [(server.url("td"), number) for number in range(3)])
+    with context.Pool(8) as pool:
+        pool.starmap(set_keys, [(server.url("td"), number) for number in range(8)], chunksize=1)
     found = RedisTensorDict.from_redis(server.url("td"))
-    for number in range(3):
+    for number in range(8):
         for at in range(4):
             assert torch.equal(found[f"k{number}{at}"], torch.full((12,), number * 10 + at))
 

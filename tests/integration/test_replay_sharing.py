@@ -276,6 +276,33 @@ def test_what_was_read_ahead_survives_a_checkpoint(
         assert torch.equal(torch.stack([*expected, after]), torch.stack(sequence[2:]))
 
 
+def test_what_is_waiting_is_told_with_the_number_of_what_comes_next(server: ServerProcess, unique_name: str) -> None:
+    """While batches are chosen and handed over; a state that lacked one of them would skip it."""
+    with RedisReplayBuffer(server.url(unique_name), 100, batch_size=4, prefetch=3) as buffer:
+        buffer.extend(counted(0, 100))
+        buffer.sample()
+        done = threading.Event()
+
+        def consume() -> None:
+            while not done.is_set():
+                buffer.sample()
+
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        ahead = buffer._batches._ahead
+        assert ahead is not None
+        try:
+            first = ahead.standing()[1]
+            for _ in range(2000):
+                waiting, following = ahead.standing()
+                numbers = [chosen.request.number for chosen in waiting]
+                assert numbers == list(range(following - len(numbers), following))
+            assert following > first
+        finally:
+            done.set()
+            consumer.join()
+
+
 def test_a_state_of_another_buffer_or_of_lost_rows_is_refused(server: ServerProcess, unique_name: str) -> None:
     with RedisReplayBuffer(server.url(unique_name), 20, seed=1) as buffer:
         buffer.extend(counted(0, 20))
