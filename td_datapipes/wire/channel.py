@@ -189,14 +189,9 @@ class Channel:
                 exchange.stalled()
                 return False
             except OSError as error:
-                raise ServerUnavailableError(
-                    f"the connection to {self._address} broke while {doing}: {error}"
-                ) from error
+                raise self._broken(f"broke while {doing}: {error}") from error
             if count == 0:
-                raise ServerUnavailableError(
-                    f"{self._address} closed the connection while {doing}: it ended, was told to (CLIENT KILL), or "
-                    f"more was asked for than its client-output-buffer-limit allows"
-                )
+                raise self._broken(f"was closed while {doing}")
             exchange.received(count)
             if exchange.part_bytes:
                 first.due -= count
@@ -224,13 +219,18 @@ class Channel:
             except _WOULD_BLOCK:
                 return
             except OSError as error:
-                raise ServerUnavailableError(
-                    f"the connection to {self._address} broke while sending a request: {error}"
-                ) from error
+                raise self._broken(f"broke while sending a request: {error}") from error
             while count and count >= len(self._unsent[0]):
                 count -= len(self._unsent.popleft())
             if count:
                 self._unsent[0] = self._unsent[0][count:]
+
+    def _broken(self, how: str) -> ServerUnavailableError:
+        """The same causes however it shows: what is sent to a server that has closed the connection resets it."""
+        return ServerUnavailableError(
+            f"the connection to {self._address} {how}. The server ended, was told to close it (CLIENT KILL), or more "
+            f"was asked for than its client-output-buffer-limit allows"
+        )
 
     def _wait(self, deadline: float, doing: str) -> None:
         """Sleep until the socket can be read (or written, while requests are unsent)."""

@@ -29,10 +29,11 @@ def write(url: str, number: int, width: int, opened: Barrier, stop: Event, repor
     torch.set_num_threads(1)
     written, dice = 0, random.Random(number)
     with RedisReplayBuffer(url, CAPACITY, chunk_bytes=None if width == LONG else 4096) as buffer:
-        opened.wait(60)
         while not stop.is_set():
             rows = dice.choice((32, 64, 96, dice.randint(1, 50))) if width == LONG else 1 + written % 13
             buffer.extend(counted(number * 10**9 + written, rows, width))
+            if not written:  # it is made with its first rows, and making it takes no longer than an answer may, either
+                opened.wait(60)
             written += rows
     report.put((f"written by {number}", written))
 
