@@ -528,12 +528,16 @@ def test_top_sees_who_reads_what(server: ServerProcess) -> None:
     try:
         for child in children:
             child.start()
-        wait_until(lambda: len(find_reports(watching)) == 3, "all readers to report")
+        wait_until(
+            lambda: sum(report.name in ("x", "y") for report in find_reports(watching)) == 3, "all readers to report"
+        )
         told = json_of("top", server.url())
-        assert {(item["name"], item["reader"]) for item in told["readers"]} == {
+        # A killed process of another test may hold its connection for a while yet.
+        readers = [item for item in told["readers"] if item["name"] in ("x", "y")]
+        assert {(item["name"], item["reader"]) for item in readers} == {
             (name, f"127.0.0.1, process {child.pid}") for name, child in zip(("x", "x", "y"), children, strict=True)
         }
-        for item in told["readers"]:
+        for item in readers:
             assert item["rows_per_second"] > 0
             assert item["bytes_per_second"] == pytest.approx(item["rows_per_second"] * 64, rel=0.5)
             assert 0 < item["wait_share"] <= 1
