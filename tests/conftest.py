@@ -85,7 +85,8 @@ def cluster(shared_cluster: ClusterProcess) -> ClusterProcess:
 
 
 def _replicated(kind: Kind) -> Iterator[ClusterProcess]:
-    config = {"cluster-node-timeout": "2000"}
+    # Long: a busy machine's replica would take its master for dead.
+    config = {"cluster-node-timeout": "10000"}
     yield from _share_cluster(start_cluster(masters=3, replicas=1, kind=kind, config=config))
 
 

@@ -290,7 +290,7 @@ class ServerProcess:
         if self.persist:
             lines |= {"appendonly": "yes", "appendfsync": "always"}
         if self.cluster:
-            lines |= {"cluster-enabled": "yes", "cluster-port": str(self.bus_port), "cluster-node-timeout": "5000"}
+            lines |= {"cluster-enabled": "yes", "cluster-port": str(self.bus_port), "cluster-node-timeout": "2000"}
         text = [f"{option} {value}" for option, value in (lines | self.extra).items()]
         text += [f"user {name} on >{password} {rules}" for name, (password, rules) in self.users.items()]
         return "\n".join(text) + "\n"
@@ -359,18 +359,10 @@ class ClusterProcess:
     def __init__(self, nodes: list[ServerProcess], num_masters: int) -> None:
         self.nodes = nodes
         self.num_masters = num_masters
-        self._client: redis.RedisCluster | None = None
 
     def url(self, name: str = "", **query: object) -> str:
         """The URL of one of its nodes: a cluster is found by asking any of them."""
         return self.nodes[0].url(name, **query)  # type: ignore[arg-type]
-
-    def client(self) -> redis.RedisCluster:
-        """redis-py's cluster client; closed by `stop()`."""
-        if self._client is None:
-            first = self.nodes[0]
-            self._client = redis.RedisCluster(host=first.host, port=first.port, password=first.password)
-        return self._client
 
     def wait_ok(self) -> None:
         """Return once every node says that the cluster serves all slots."""
@@ -435,8 +427,6 @@ class ClusterProcess:
 
     def stop(self) -> None:
         """End all nodes."""
-        if self._client is not None:
-            self._client.close()
         for node in self.nodes:
             node.stop()
 
@@ -456,8 +446,10 @@ def start_cluster(
     tls: Certificates | None = None,
 ) -> ClusterProcess:
     """A running cluster: `masters` nodes with equal runs of slots, and `replicas` replicas of each."""
+    config = {"cluster-node-timeout": "5000", **(config or {})}
     if tls is not None:
-        config = {"tls-cluster": "yes", "tls-replication": "yes", **(config or {})}
+        config = {"tls-cluster": "yes", "tls-replication": "yes", **config}
+    node_timeout = config.pop("cluster-node-timeout")
     cluster = ClusterProcess([], masters)
     try:
         for _ in range(masters * (1 + replicas)):
@@ -465,6 +457,8 @@ def start_cluster(
         _form(cluster.nodes, masters)
         cluster.wait_ok()
         wait_until(lambda: all(_num_listed(node) == len(cluster.nodes) for node in cluster.nodes), "all to be listed")
+        for node in cluster.nodes:  # not before: nodes gossip the more, the shorter it is
+            node.execute("CONFIG", "SET", "cluster-node-timeout", node_timeout)
     except BaseException:
         cluster.stop()
         raise

@@ -49,7 +49,8 @@ def url(replicated: ClusterProcess) -> str:
 
 
 def manifest_of(cluster: ClusterProcess, name: str) -> Manifest:
-    return Manifest.from_json(cluster.client().get(manifest_key(name)))
+    key = manifest_key(name)
+    return Manifest.from_json(cluster.owner(slot_of(key)).execute("GET", key))
 
 
 def sent_bytes(node: ServerProcess) -> int:
@@ -173,7 +174,7 @@ def test_large_rows_in_many_slabs(replicated: ClusterProcess) -> None:
 
 def test_a_lost_chunk_is_named(replicated: ClusterProcess, url: str) -> None:
     key = manifest_of(replicated, "spread/wide").chunk_key(0, 1)
-    replicated.client().delete(key)
+    replicated.owner(slot_of(key)).execute("DEL", key)
     wait_until(lambda: all(node.client().exists(key) == 0 for node in [replicated.owner(slot_of(key))]), "gone")
     for way in WAYS[:5] + WAYS[7:]:
         with RedisTDDataset(url, **way) as dataset:

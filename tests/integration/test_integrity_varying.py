@@ -298,8 +298,8 @@ def test_on_a_cluster(cluster: ClusterProcess, unique_name: str) -> None:
     host = connect(url)
     drop(host, unique_name)
     host.close()
-    with cluster.client() as client:
-        assert not [key for key in client.keys("*", target_nodes="primaries") if manifest.id.encode() in key]
+    keys = [key for node in cluster.nodes for key in node.execute("KEYS", "*")]
+    assert not [key for key in keys if manifest.id.encode() in key]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

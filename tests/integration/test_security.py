@@ -18,6 +18,7 @@ from td_datapipes.catalog import connect, drop, list_names
 from td_datapipes.errors import AuthenticationError, DatasetNotFoundError, ServerUnavailableError
 from td_datapipes.garbage import collect_garbage
 from td_datapipes.samplers import BlockShuffleBatchSampler
+from td_datapipes.wire.cluster import slot_of
 
 TD = random_rows(300, {"x": (torch.float32, (6,)), ("n", "y"): (torch.int16, ())}, seed=6)
 TD["row"] = torch.arange(300)
@@ -171,7 +172,7 @@ NAMES = [
 
 
 def test_names_stay_inside_on_a_cluster(cluster: ClusterProcess) -> None:
-    cluster.client().set("td:{a}:manifest", b"another's")
+    cluster.owner(slot_of(b"a")).execute("SET", "td:{a}:manifest", b"another's")
     for number, name in enumerate(NAMES):
         write_dataset(TD[number : number + 5], cluster.url(name))
     for number, name in enumerate(NAMES):
