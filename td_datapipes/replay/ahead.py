@@ -17,13 +17,13 @@ from td_datapipes.errors import (
     ServerUnavailableError,
     TDDatapipesError,
 )
-from td_datapipes.replay.reads import BatchMaker, Begun, Chosen, Request
+from td_datapipes.replay.reads import BatchMaker, Begun, Chosen, OverwrittenError, Request
 
 __all__ = ["Ahead"]
 
 _LOOK_SECONDS = 1.0
 """How long one try in the background may take before it is looked whether anybody still wants it."""
-_TRANSIENT = (RateLimitError, ServerTimeoutError, ServerUnavailableError)
+_TRANSIENT = (OverwrittenError, RateLimitError, ServerTimeoutError, ServerUnavailableError)
 
 
 class Ahead:

@@ -31,10 +31,14 @@ from td_datapipes.wire.cluster_reader import ClusterJob, ClusterPlanReader
 from td_datapipes.wire.faults import RangeFault
 from td_datapipes.wire.reader import ReadJob, ReadStats
 
-__all__ = ["BatchMaker", "Begun", "Chosen", "Request"]
+__all__ = ["BatchMaker", "Begun", "Chosen", "OverwrittenError", "Request"]
 
 _TAKE_OVER_SECONDS = 0.1
 """No server takes the place of another, and is written to, sooner."""
+
+
+class OverwrittenError(NotEnoughRowsError):
+    """What was drawn was overwritten before it could be read, until the deadline. Another try may be quicker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +156,7 @@ class BatchMaker:
         Raises:
             DataLossError: rows are missing on the server.
             NotEnoughRowsError, RateLimitError: see `Picker.pick`.
+            OverwrittenError: the same happened to what was drawn in their place until the deadline.
             ServerTimeoutError, ServerUnavailableError, ServerError: the server failed until the deadline.
         """
         chosen = begun.chosen
@@ -169,7 +174,7 @@ class BatchMaker:
             batch[torch.from_numpy((stale[:, None] * width + np.arange(width)).reshape(-1))] = rows
             stale = stale[self._stale(again, rows, since)]
             if len(stale) and time.monotonic() >= deadline:
-                raise NotEnoughRowsError(
+                raise OverwrittenError(
                     f"rows of buffer {self._opener.name!r} are overwritten faster than they can be read; "
                     f"make it larger, or hold writers back with rate_limit="
                 )

@@ -15,9 +15,10 @@ from servers import ServerProcess, wait_until
 from td_datapipes import RedisReplayBuffer
 from td_datapipes.errors import ConfigurationError, NotEnoughRowsError, RateLimitError, StateError
 from td_datapipes.replay import Fifo, NStep, Prioritized, RateLimit, Slices, Trajectories, Uniform
+from td_datapipes.replay.ahead import Ahead
 from td_datapipes.replay.opening import Opener, Wanted
 from td_datapipes.replay.picks import Picker
-from td_datapipes.replay.reads import BatchMaker, Request
+from td_datapipes.replay.reads import BatchMaker, OverwrittenError, Request
 
 fork = multiprocessing.get_context("fork")
 
@@ -86,6 +87,47 @@ def test_no_row_is_seen_half_written(server: ServerProcess, unique_name: str) ->
     enough.set()
     run_to_end(readers)
     assert wrong.empty()
+
+
+def test_a_batch_made_ahead_whose_rows_are_overwritten_is_tried_again_until_the_users_deadline(
+    server: ServerProcess, unique_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("td_datapipes.replay.ahead._LOOK_SECONDS", 0.002)  # of one try
+    failures: list[BaseException] = []
+    step = Ahead._step
+
+    def noting_step(ahead: Ahead) -> None:
+        try:
+            step(ahead)
+        except OverwrittenError as error:
+            failures.append(error)
+            raise
+
+    monkeypatch.setattr(Ahead, "_step", noting_step)
+    done = threading.Event()
+    with (
+        RedisReplayBuffer(server.url(unique_name), 40) as writer,
+        RedisReplayBuffer(server.url(unique_name), prefetch=2) as reader,
+    ):
+        writer.extend(counted(0, 40))
+
+        def write() -> None:
+            at = 40
+            while not done.is_set():
+                writer.extend(counted(at, 40))
+                at += 40
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            deadline = time.monotonic() + 60
+            while len(failures) < 3 and time.monotonic() < deadline:
+                batch = reader.sample(32, timeout_seconds=60)
+                assert torch.equal(batch["b"], batch["a"].double()[:, None].expand_as(batch["b"]))
+        finally:
+            done.set()
+            thread.join()
+    assert len(failures) >= 3
 
 
 def run_to_end(processes: list[multiprocessing.Process]) -> None:
