@@ -154,8 +154,10 @@ class RowReader:
             return self._plan(rows, "lua")
         return plan
 
-    def _plan(self, rows: Rows, strategy: Strategy, *, atomic: bool = False, slab_bytes: int = SLAB_BYTES) -> ReadPlan:
+    def _plan(self, rows: Rows, strategy: Strategy, *, atomic: bool = False) -> ReadPlan:
         cost, atomic = self.costs.cost, atomic or self.options.atomic
+        # Long rows are received where they belong, so slabs need not fit the processor's cache.
+        slab_bytes = 4 * SLAB_BYTES if self.spec.row_bytes >= LONG_BYTES else SLAB_BYTES
         return plan_read(rows, self.spec, cost, strategy=strategy, slab_bytes=slab_bytes, atomic=atomic)
 
     def _may_use_lua(self, plan: ReadPlan) -> bool:
@@ -172,8 +174,7 @@ class RowReader:
             return None
         long = self.spec.row_bytes >= LONG_BYTES
         if long and self.options.strategy == "auto" and not self._may_tear and _mostly_adjacent(rows):
-            # They are received where they belong, so slabs need not fit the processor's cache.
-            return self._plan(rows, "covering", slab_bytes=4 * SLAB_BYTES)
+            return self._plan(rows, "covering")
         plan = self.plan(rows)
         return None if plan.strategy == "pipelined" else plan
 

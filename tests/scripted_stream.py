@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Literal
@@ -34,6 +35,7 @@ class ScriptedStream:
         os.write(self._write_end, b".")
         self.sent = bytearray()
         self.closed = False
+        self.family = socket.AF_UNIX
 
     def channel(self) -> Channel:
         """A channel over it."""

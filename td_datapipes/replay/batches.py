@@ -25,7 +25,7 @@ from td_datapipes.replay.ring import Ring
 
 __all__ = ["BatchQueue"]
 
-_CURSOR_SECONDS = 0.005
+_CURSOR_SECONDS = 0.02
 """How old the cursor may be that uniform batches are chosen by ahead: they wait for longer until they are asked for."""
 
 

@@ -264,14 +264,14 @@ class ClusterPlanReader:
         """Whether any node has completed a slab."""
         completed = False
         for reader in self._nodes.values():
-            if reader.waits_for is not None and reader.pump(doing):
+            if reader.awaits_slabs and reader.pump(doing):
                 completed = True
         return completed
 
     def _wait(self, deadline: float, doing: str) -> None:
         """Sleep until any socket has something, or takes more."""
         left = min(deadline - time.monotonic(), _MAX_WAIT_SECONDS)
-        waiting = {node: reader.waits_for for node, reader in self._nodes.items() if reader.waits_for is not None}
+        waiting = {node: reader.waits_for() for node, reader in self._nodes.items() if reader.awaits_slabs}
         if left <= 0 or not waiting:
             nodes = ", ".join(map(str, waiting)) or "no node"
             raise ServerTimeoutError(
@@ -280,8 +280,7 @@ class ClusterPlanReader:
             )
         poll = select.poll()
         for events in waiting.values():
-            if events is not None:
-                poll.register(*events)
+            poll.register(*events)
         poll.poll(left * 1000 + 1)
 
     @property

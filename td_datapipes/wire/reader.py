@@ -344,9 +344,15 @@ class PlanReader:
             raise
 
     @property
-    def waits_for(self) -> tuple[int, int] | None:
-        """As `Channel.waits_for`; None where nothing is awaited."""
-        return None if self._channel is None or not self._sent else self._channel.waits_for
+    def awaits_slabs(self) -> bool:
+        """Whether any was asked for and not received."""
+        return self._channel is not None and bool(self._sent)
+
+    def waits_for(self) -> tuple[int, int]:
+        """As `Channel.waits_for`, while slabs are awaited."""
+        if self._channel is None:
+            raise ServerUnavailableError("the connection was dropped before this read was finished")
+        return self._channel.waits_for()
 
     def _receive_one(self, deadline: float, doing: str) -> None:
         if self._channel is None:

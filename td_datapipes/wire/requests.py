@@ -149,8 +149,10 @@ class RequestBuilder:
         spec, rows = slab.spec, slab.rows
         if paced:
             step = paced // spec.period_bytes
-            for at in range(0, len(rows), step):
-                yield self._rows(spec, rows[at : at + step])
+            yield self._rows(spec, rows[:step])
+            parts, step = self._row_parts(spec, rows[step:]), 2 * len(spec.segments) * step
+            for at in range(0, len(parts), step):
+                yield b"".join(parts[at : at + step])
             return
         first = min(slab.num_ranges // (2 if slab.num_ranges >= _HALF_RANGES else 4), MAX_EARLY_RANGES)
         early = first // len(spec.segments) if first >= EARLY_RANGES else 0
@@ -161,6 +163,10 @@ class RequestBuilder:
     def _rows(self, spec: ReadSpec, rows: Rows) -> bytes:
         if len(rows) * len(spec.segments) >= _MIN_TEXT_RANGES and not spec.spare_bytes and _fits_text(spec, rows):
             return self._text(spec, rows)
+        return b"".join(self._row_parts(spec, rows))
+
+    def _row_parts(self, spec: ReadSpec, rows: Rows) -> list[bytes]:
+        """For every row and segment the two halves of a command."""
         parts: list[bytes] = [b""] * (2 * len(rows) * len(spec.segments))
         step = 2 * len(spec.segments)
         for j, segment in enumerate(spec.segments):
@@ -173,7 +179,7 @@ class RequestBuilder:
             parts[2 * j :: step] = map(self._heads.__getitem__, chunk.tolist())
             # Records start at the same few places of every chunk: the number within the chunk names the range.
             parts[2 * j + 1 :: step] = self._segment_tails(spec, j).of(within.tolist())
-        return b"".join(parts)
+        return parts
 
     def _text(self, spec: ReadSpec, rows: Rows) -> bytes:
         """Rows of one long chunk hardly ever come again before all others did: their ranges are made at once, anew."""
