@@ -1,13 +1,15 @@
 """Other replay buffers, each in a process and an environment of its own; `replay.py` runs this, see README.md.
 
-    PYTHON benchmarks/_replay_peers.py memmap|store|reverb SMALL|LARGE ROWS [HOST PORT]
+    PYTHON benchmarks/_replay_peers.py memmap|store|reverb|reverb-inside SMALL|LARGE ROWS [HOST PORT]
 
-Prints ">ready" once it holds its rows, then answers each line "MEASURE BATCHES" with the seconds that a batch takes, or
-"none" where it has no such thing. Nothing here knows of td_datapipes.
+Reverb's server runs in a process of its own, or inside the learner's, where Reverb reads its tables without gRPC and
+nobody else's server can be. Prints ">ready" once it holds its rows, then answers each line "MEASURE BATCHES" with the
+seconds that a batch takes, or "none" where it has no such thing. Nothing here knows of td_datapipes.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import tempfile
 import time
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 
 BATCH = 256
+WARM_UP = 10
+"""Batches before those that are counted: what was read ahead while others had their turn is not."""
 PIXELS = (4, 84, 84)
 
 
@@ -54,8 +58,8 @@ def torchrl_peer(kind: str, shape: str, rows: int, where: list[str]) -> dict[str
     return {"uniform": buffer.sample, "extend": lambda: buffer.extend(batch.clone())}
 
 
-def reverb_peer(shape: str, rows: int) -> dict[str, Callable[[], Any]]:
-    """Reverb's TrajectoryDataset, uniform and prioritized, and its writer of single items."""
+def reverb_server(shape: str, rows: int) -> Any:
+    """A running server with a table for each way of drawing."""
     import reverb
     import tensorflow as tf
 
@@ -69,8 +73,31 @@ def reverb_peer(shape: str, rows: int) -> dict[str, Callable[[], Any]]:
         reverb.Table(name, sampler, reverb.selectors.Fifo(), rows, reverb.rate_limiters.MinSize(1), signature=signature)
         for name, sampler in selectors.items()
     ]
-    server = reverb.Server(tables=tables, port=None)
-    client = reverb.Client(f"localhost:{server.port}")
+    return reverb.Server(tables=tables, port=None)
+
+
+def serve(shape: str, rows: int, told: Any) -> None:
+    """Run a server until the process is ended, and say at which port."""
+    server = reverb_server(shape, rows)
+    told.send(server.port)
+    server.wait()
+
+
+def reverb_peer(shape: str, rows: int, *, inside: bool) -> dict[str, Callable[[], Any]]:
+    """Reverb's TrajectoryDataset, uniform and prioritized, and its writer of single items."""
+    import reverb
+
+    if inside:
+        server = reverb_server(shape, rows)
+        port = server.port
+    else:
+        context = multiprocessing.get_context("spawn")
+        mine, theirs = context.Pipe()
+        server = context.Process(target=serve, args=(shape, rows, theirs), daemon=True)
+        server.start()
+        port = mine.recv()
+    client = reverb.Client(f"localhost:{port}")
+    source = arrays(shape, BATCH)
     dice = np.random.default_rng(1)
 
     def extend(names: tuple[str, ...] = ("uniform",)) -> None:
@@ -85,9 +112,9 @@ def reverb_peer(shape: str, rows: int) -> dict[str, Callable[[], Any]]:
     for _ in range(rows // BATCH):
         extend(("uniform", "prioritized"))
     measures: dict[str, Callable[[], Any]] = {"extend": extend}
-    for name in selectors:
+    for name in ("uniform", "prioritized"):
         dataset = reverb.TrajectoryDataset.from_table_signature(
-            server_address=f"localhost:{server.port}", table=name, max_in_flight_samples_per_worker=2 * BATCH
+            server_address=f"localhost:{port}", table=name, max_in_flight_samples_per_worker=2 * BATCH
         )
         batches = iter(dataset.batch(BATCH).prefetch(2).as_numpy_iterator())
         measures[name] = lambda batches=batches: next(batches)
@@ -103,14 +130,18 @@ def answer(text: str) -> None:
 def main() -> None:
     """Answer lines until there are no more."""
     kind, shape, rows, *where = sys.argv[1:]
-    peer = reverb_peer(shape, int(rows)) if kind == "reverb" else torchrl_peer(kind, shape, int(rows), where)
+    if kind.startswith("reverb"):
+        peer = reverb_peer(shape, int(rows), inside=kind == "reverb-inside")
+    else:
+        peer = torchrl_peer(kind, shape, int(rows), where)
     answer("ready")
     for line in sys.stdin:
         name, number = line.split()
         if name not in peer:
             answer("none")
             continue
-        peer[name]()
+        for _ in range(WARM_UP):
+            peer[name]()
         began = time.perf_counter()
         for _ in range(int(number)):
             peer[name]()

@@ -30,7 +30,7 @@ from _bench import (
     describe_machine,
     format_table,
 )
-from _replay_peers import arrays
+from _replay_peers import WARM_UP, arrays
 from servers import ServerProcess
 from tensordict import TensorDict
 
@@ -41,9 +41,10 @@ from td_datapipes.replay import Prioritized, Uniform
 SHAPES = {"small": ("276 B", 40_960), "large": ("28 KB", 8_192)}
 MEASURES = ("uniform", "prioritized", "extend")
 OURS = "RedisReplayBuffer"
-PEERS = {"memmap": "LazyMemmapStorage", "store": "StoreStorage", "reverb": "Reverb"}
+PEERS = {"memmap": "LazyMemmapStorage", "store": "StoreStorage", "reverb": "Reverb", "reverb-inside": "Reverb inside"}
+"""Reverb's server in a process of its own, and inside the learner's."""
 TREES = (10_000, 1_000_000)
-_ROUND_SECONDS, _FEWEST_CALLS, _MOST_CALLS = 0.1, 4, 60
+_ROUND_SECONDS, _FEWEST_CALLS, _MOST_CALLS = 0.3, 10, 200
 """Of one contender's turn: as long for the fast ones as for the slow, since each begins with cold caches."""
 PERSISTING = {option: value for option, value in CONFIGURATION.items() if value}
 """As the embedded server does."""
@@ -119,7 +120,7 @@ class Ours:
 
 
 def _per_call(call: Callable[[], object], number: int) -> float:
-    for _ in range(4):  # what was read ahead is not counted
+    for _ in range(WARM_UP):
         call()
     began = time.perf_counter()
     for _ in range(number):
@@ -134,7 +135,7 @@ def compare(server: BenchServer, store: ServerProcess, options: Any, results: Re
         with ExitStack() as stack:
             contenders: dict[str, Any] = {OURS: stack.enter_context(Ours(server.url(shape), shape, rows))}
             for kind, name in PEERS.items():
-                python = options.reverb_python if kind == "reverb" else options.rl_python
+                python = options.reverb_python if kind.startswith("reverb") else options.rl_python
                 if python is not None:
                     where = (store.host, str(store.port)) if kind == "store" else ()
                     contenders[name] = stack.enter_context(Peer(python, kind, shape, str(rows), *where))
