@@ -130,13 +130,14 @@ class ContiguousBatch:
             self.tensors[output.key], memory = new_field(rows, output, pool, pin_memory=pin_memory)
             self._memories.append(memory)
         self._copies = [(copy, self._rows_of(copy)) for copy in spec.copies]
+        self._placed: tuple[Slab | None, list[Copy]] = None, []
 
     def target(self, slab: Slab) -> None:
         """Always staging."""
 
     def places(self, slab: Slab) -> list[Place] | None:
         """Long fields where they belong first, if most of the slab is long fields."""
-        long = [copy for copy, _ in self._copies_of(slab) if self._is_placed(copy, slab)]
+        long = self._placed_of(slab)
         if 4 * len(slab.rows) * sum(copy.nbytes for copy in long) < 3 * slab.stream_bytes:
             return None
         found = [place for copy in long for place in self._places_of(copy, slab)]
@@ -144,9 +145,9 @@ class ContiguousBatch:
 
     def placed(self, slab: Slab, stream: Bytes) -> None:
         """Copy the short fields, and the long ones of rows that are wanted more than once to where else they go."""
-        again = repeats(slab)
+        again, long = repeats(slab), self._placed_of(slab)
         for copy, rows in self._copies_of(slab):
-            if self._is_placed(copy, slab):
+            if copy in long:
                 self._repeat(copy, again)
             else:
                 copy_rows(slab, copy.segment, copy.segment_start, stream, rows)
@@ -165,8 +166,12 @@ class ContiguousBatch:
         held = slab.held
         return (pair for pair in self._copies if held is None or pair[0].segment in held)
 
-    def _is_placed(self, copy: Copy, slab: Slab) -> bool:
-        return copy.nbytes >= LONG_BYTES or self._is_one_stretch(copy, slab)
+    def _placed_of(self, slab: Slab) -> list[Copy]:
+        """What of the slab may be received where it belongs."""
+        if self._placed[0] is not slab:
+            copies = [copy for copy, _ in self._copies_of(slab)]
+            self._placed = slab, [c for c in copies if c.nbytes >= LONG_BYTES or self._is_one_stretch(c, slab)]
+        return self._placed[1]
 
     def _is_one_stretch(self, copy: Copy, slab: Slab) -> bool:
         """Whether rows follow each other in the field as they do in the reply stream, with nothing in between."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from td_datapipes.read_spec import TRAILER_BYTES, ReadSpec, Rows, frame_headers
+from td_datapipes.read_spec import HEADER_EXTRA_BYTES, TRAILER_BYTES, ReadSpec, Rows
 from td_datapipes.slabs import CoveringSlab, Ranges, Spacing
 
 __all__ = ["run_slab", "span_slab", "spanned_segments"]
@@ -108,16 +108,17 @@ class _Columns:
         strides = [spec.layouts[segment.group].stride_bytes for segment in segments]
         spans = [(last - first) * stride + segment.nbytes for stride, segment in zip(strides, segments, strict=True)]
         starts = [first * stride + segment.start_bytes for stride, segment in zip(strides, segments, strict=True)]
-        lengths = np.array(spans, dtype=np.int64)
-        ends = np.cumsum(frame_headers(lengths) + lengths + TRAILER_BYTES)
         ranges = Ranges(
             groups=np.array([segment.group for segment in segments]),
-            chunks=np.zeros_like(lengths),
+            chunks=np.zeros(len(segments), dtype=np.int64),
             starts=np.array(starts),
-            lengths=lengths,
+            lengths=np.array(spans),
         )
-        heads = (ends - TRAILER_BYTES - lengths).tolist()
-        return cls(ranges=ranges, strides=strides, spans=spans, heads=heads, stream_bytes=int(ends[-1]))
+        heads, end = [], 0
+        for span in spans:  # a handful, for which numpy would take three times as long
+            heads.append(end + len(str(span)) + HEADER_EXTRA_BYTES)
+            end = heads[-1] + span + TRAILER_BYTES
+        return cls(ranges=ranges, strides=strides, spans=spans, heads=heads, stream_bytes=end)
 
     def slab(self, **rest: Any) -> CoveringSlab:
         """A slab of these ranges, and who gets what of them."""

@@ -238,6 +238,8 @@ def _codes(ranges: Ranges) -> Rows:
 
 def part_bytes(slab: Slab) -> int:
     """Of the reply to each part of the request for a slab by ranges, where the next ones are held back; else 0."""
+    if slab.stream_bytes < 2 * _PACED_BYTES:
+        return 0
     if isinstance(slab, PeriodicSlab):
         if slab.spec.period_bytes < _LONG_ROW_BYTES:
             return 0

@@ -205,7 +205,8 @@ def test_long_rows_are_asked_for_as_they_come(piece: int) -> None:
         assert_rows(chunks, job.sink.tensors, wanted)
     stream.close()
     # Parts are asked for while fewer bytes are on their way than the limit: never so few that the server has to wait.
-    assert (4 << 20) - (1 << 18) < max(stream.due) < (4 << 20) + (1 << 18)
+    # What is too short to be asked for in parts, such as the rest of a plan, comes on top.
+    assert (4 << 20) - (1 << 18) < max(stream.due) < (4 << 20) + (1 << 18) + (1 << 19)
     assert min(stream.due[: len(stream.due) // 2]) > 2 << 20
     assert stream.sent.count(b"GETRANGE") == sum(plan.num_ranges for plan in plans)
 
